@@ -1,0 +1,86 @@
+"""The augmentations of the methods, described as data.
+
+Executed on the CPU by `co2.views.transform`. Nothing here imports torch, so that the command line answers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from co2.errors import UserError
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How one view is made from an image. The fields stand in the order in which they are applied, but for
+    `grey_first`: crop, colour jitter, greyscale, blur, flip, normalise."""
+
+    size: int = 224
+    """Side of the square view, in pixels."""
+    crop_scale: tuple[float, float] = (0.2, 1.0)
+    """Smallest and largest share of the image's area that a random resized crop covers."""
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Narrowest and widest aspect ratio of a crop."""
+    jitter: tuple[float, float, float, float] = (0.4, 0.4, 0.4, 0.1)
+    """Strength of colour jitter: brightness, contrast, saturation, hue (applied in random order)."""
+    jitter_probability: float = 0.8
+    """How often a view's colours are jittered."""
+    grey_probability: float = 0.2
+    """How often a view is turned to grey."""
+    grey_first: bool = False
+    """Turn to grey before the colour jitter, as MoCo v1 does, instead of after it."""
+    blur_probability: float = 0.5
+    """How often a view is blurred."""
+    blur_sigma: tuple[float, float] = (0.1, 2.0)
+    """Smallest and largest standard deviation of the Gaussian blur, in pixels of the view."""
+    flip_probability: float = 0.5
+    """How often a view is mirrored left to right."""
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    """Subtracted from each channel (in 0..1) at the end."""
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    """Each channel is divided by this at the end."""
+
+    def __post_init__(self) -> None:
+        if self.size < 4:
+            raise UserError(f"A view of {self.size} pixels is too small: give views.size at least 4.")
+        for name in ("crop_scale", "crop_ratio"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high:
+                raise UserError(f"views.{name} must be two numbers with 0 < first <= second; got {low} {high}.")
+        if self.crop_scale[1] > 1:
+            raise UserError(f"views.crop_scale is a share of the image's area, at most 1; got {self.crop_scale[1]}.")
+        if min(self.jitter) < 0 or self.jitter[3] > 0.5:
+            raise UserError(f"views.jitter must not be negative, and hue at most 0.5; got {self.jitter}.")
+        if not 0 <= self.blur_sigma[0] <= self.blur_sigma[1]:
+            raise UserError(f"views.blur_sigma must be two numbers with 0 <= first <= second; got {self.blur_sigma}.")
+        for name in ("jitter_probability", "grey_probability", "blur_probability", "flip_probability"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"views.{name} is a probability between 0 and 1; got {getattr(self, name)}.")
+        if min(self.std) <= 0:
+            raise UserError(f"views.std must be positive; got {self.std}.")
+
+
+def moco_v1_views(size: int = 224) -> Augmentation:
+    """MoCo v1 (He et al. 2020): the augmentation of InsDisc, grey before a colour jitter that is always applied."""
+    return Augmentation(
+        size=size,
+        jitter=(0.4, 0.4, 0.4, 0.4),
+        jitter_probability=1.0,
+        grey_first=True,
+        blur_probability=0.0,
+    )
+
+
+def moco_v2_views(size: int = 224) -> Augmentation:
+    """MoCo v2 (Chen et al. 2020): weaker hue, jitter in four of five views, and blur in every second one."""
+    return Augmentation(size=size)
+
+
+def simclr_views(size: int = 224) -> Augmentation:
+    """SimCLR (Chen et al. 2020, appendix A): crops from 8% of the area, colour strength 1."""
+    return Augmentation(size=size, crop_scale=(0.08, 1.0), jitter=(0.8, 0.8, 0.8, 0.2))
+
+
+def small_views(size: int = 32) -> Augmentation:
+    """For images of 32 to 64 pixels: MoCo v2's without blur, as in the MoCo authors' CIFAR-10 notebook."""
+    return Augmentation(size=size, blur_probability=0.0)
