@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from co2.objective.contrast import CO2Loss as CO2Loss
     from co2.objective.contrast import Contrast as Contrast
     from co2.objective.contrast import contrast as contrast
-    from co2.pretrain import pretrain as pretrain
+    from co2.engine.pretrain import pretrain as pretrain
 
 __version__ = "0.1.0"
 
@@ -27,9 +27,9 @@ _HOME = {
     "Experiment": "co2.config",
     "UserError": "co2.errors",
     "load_backbone": "co2.checkpoint",
-    "pretrain": "co2.pretrain",
+    "pretrain": "co2.engine.pretrain",
 }
-__all__ = [*sorted(_HOME), "recipes"]  # noqa: PLE0604
+__all__ = [*sorted(_HOME), "recipes"]
 
 
 def __getattr__(name: str) -> Any:

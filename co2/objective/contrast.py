@@ -20,7 +20,7 @@ class Contrast(NamedTuple):
     instance: Tensor  # [B] L_ins: cross entropy of finding the positive among the K + 1 candidates
     consistency: (
         Tensor | None
-    )  # [B] L_con: symmetric KL of the query's and the positive's similarities to the negatives
+    )  # [B] L_con: symmetric KL of query's and positive's similarities to the negatives
     rank: Tensor  # [B] int64: how many negatives score above the positive; 0 is a query that found its instance
 
 

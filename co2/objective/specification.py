@@ -59,5 +59,5 @@ class NegativesSpecification:
             raise UserError(f"negatives.momentum must be in [0, 1); got {self.momentum}.")
         if self.symmetric and self.source != "queue":
             raise UserError(
-                f"negatives.symmetric is for the queue; '{self.source}' has no second encoder. Leave it out."
+                f"negatives.symmetric is for the queue; '{self.source}' has no key encoder. Leave it out."
             )
