@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from co2 import recipes as recipes
     from co2.checkpoint import load_backbone as load_backbone
     from co2.config import Experiment as Experiment
+    from co2.engine.pretrain import pretrain as pretrain
     from co2.errors import UserError as UserError
     from co2.objective.contrast import CO2Loss as CO2Loss
     from co2.objective.contrast import Contrast as Contrast
     from co2.objective.contrast import contrast as contrast
-    from co2.engine.pretrain import pretrain as pretrain
 
 __version__ = "0.1.0"
 

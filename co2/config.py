@@ -1,0 +1,137 @@
+"""Experiment: everything that defines a run, nesting the specification that each room keeps beside its code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from co2.encoders.specification import EncoderSpecification
+from co2.engine.specification import MonitoringSpecification, OptimisationSpecification
+from co2.errors import UserError, did_you_mean
+from co2.objective.specification import NegativesSpecification, ObjectiveSpecification
+from co2.views.specification import Augmentation
+
+# What may change between a run and its continuation: where it stands and what it runs on, not what it is.
+CIRCUMSTANCES = ("data", "out", "resume", "device", "workers")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A pre-training run. Recipes are values of this type; every field can be set on the command line."""
+
+    recipe: str = "moco-v2"
+    """Name of the recipe this experiment started from."""
+    data: str = "shapes"
+    """A folder of images (with or without class sub-folders), a text file that lists them, a CIFAR-10/100 or STL-10
+    folder, 'digits', or 'shapes[:COUNT[:SIZE]]', the pictures that co2 renders itself."""
+    out: str = ""
+    """Run folder to write; by default runs/RECIPE-sSEED."""
+    epochs: int = 200
+    """How often every image is seen. Milestones and warm-up scale with it."""
+    batch_size: int = 256
+    """Images in a step. The learning rate follows it unless optimisation.learning_rate is set."""
+    seed: int = 0
+    """Everything random in a run follows from it."""
+    resume: bool = False
+    """Continue the run in --out from its last checkpoint."""
+    device: str = "auto"
+    """cuda, cuda:1, cpu, or auto: the first GPU if there is one."""
+    workers: int = -1
+    """Processes that read and augment images; -1 takes what the machine has, 0 works in the main process. The result
+    does not depend on it."""
+    views: Augmentation = field(default_factory=Augmentation)
+    encoder: EncoderSpecification = field(default_factory=EncoderSpecification)
+    negatives: NegativesSpecification = field(default_factory=NegativesSpecification)
+    objective: ObjectiveSpecification = field(default_factory=ObjectiveSpecification)
+    optimisation: OptimisationSpecification = field(default_factory=OptimisationSpecification)
+    monitoring: MonitoringSpecification = field(default_factory=MonitoringSpecification)
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise UserError(f"--epochs must be at least 1; got {self.epochs}.")
+        if self.batch_size < 2:
+            raise UserError(f"--batch-size must be at least 2, since batch statistics need it; got {self.batch_size}.")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"--seed must be a whole number from 0 to 2^63 - 1; got {self.seed}.")
+        if self.workers < -1:
+            raise UserError(f"--workers must be -1 (automatic), 0 or more; got {self.workers}.")
+        if self.negatives.source == "queue" and self.encoder.shuffle_keys and self.encoder.groups == 1:
+            raise UserError(
+                "Shuffled keys with one group of batch statistics do nothing: every key would still be normalised "
+                "with the same companions as its query, and the network could cheat. Use --encoder.groups 4 (or more), "
+                "or --encoder.no-shuffle-keys if the backbone has no BatchNorm."
+            )
+        if self.encoder.groups * 2 > self.batch_size:
+            raise UserError(
+                f"A batch of {self.batch_size} cannot be split into {self.encoder.groups} groups of batch statistics "
+                f"of at least 2 images. Use --encoder.groups {max(1, self.batch_size // 2)} or fewer, "
+                f"or --batch-size {self.encoder.groups * 2} or more."
+            )
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate: as set, or by the linear rule (Goyal et al. 2017)."""
+        optimisation = self.optimisation
+        if optimisation.learning_rate is not None:
+            return optimisation.learning_rate
+        return optimisation.base_learning_rate * self.batch_size / optimisation.base_batch_size
+
+    def edit(self, **changes: Any) -> Experiment:
+        """A copy with changes; a dict edits a nested part: `recipe.edit(epochs=100, objective={"alpha": 1.0})`."""
+        names = {f.name for f in dataclasses.fields(self)}
+        for name in changes:
+            if name not in names:
+                raise UserError(f"An experiment has no setting '{name}'.{did_you_mean(name, names)}")
+        values = {
+            name: dataclasses.replace(getattr(self, name), **value) if isinstance(value, dict) else value
+            for name, value in changes.items()
+        }
+        return dataclasses.replace(self, **values)
+
+    def to_json(self) -> str:
+        """The whole experiment as text; `from_json` reads it back."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Experiment:
+        """The experiment that `to_json` wrote. Unknown settings, of a newer version say, are refused by name."""
+        experiment: Experiment = _from_plain(Experiment, json.loads(text))
+        return experiment
+
+
+def differences(ours: Experiment, theirs: Experiment) -> list[str]:
+    """What differs between two experiments, a line each, leaving aside the circumstances that may."""
+    lines = []
+    flat_ours, flat_theirs = flatten(ours), flatten(theirs)
+    for name in flat_ours:
+        if name.split(".")[0] not in CIRCUMSTANCES and flat_ours[name] != flat_theirs[name]:
+            lines.append(f"{name}: {flat_theirs[name]} in the run folder, {flat_ours[name]} asked for")
+    return lines
+
+
+def flatten(experiment: Experiment) -> dict[str, Any]:
+    """The settings by their dotted names: {"objective.alpha": 0.3, ...}."""
+    flat: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(experiment).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": inner_value for inner, inner_value in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _from_plain(kind: Any, plain: dict[str, Any]) -> Any:
+    hints = get_type_hints(kind)
+    unknown = sorted(set(plain) - set(hints))
+    if unknown:
+        raise UserError(f"The configuration has settings that this version does not know: {', '.join(unknown)}.")
+    values: dict[str, Any] = {}
+    for name, value in plain.items():
+        if isinstance(value, dict):
+            value = _from_plain(hints[name], value)
+        elif isinstance(value, list):  # JSON has no tuples
+            value = tuple(value)
+        values[name] = value
+    return kind(**values)

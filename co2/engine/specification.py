@@ -1,0 +1,74 @@
+"""How a run is optimised and watched, as data. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from co2.errors import UserError
+
+
+@dataclass(frozen=True)
+class OptimisationSpecification:
+    """Optimiser and learning-rate schedule. Shares of the run scale with the number of epochs by themselves."""
+
+    optimiser: Literal["sgd", "lars"] = "sgd"
+    """sgd, or lars for SimCLR's large batches."""
+    base_learning_rate: float = 0.03
+    """Learning rate at the base batch size; follows the batch size by the linear rule."""
+    base_batch_size: int = 256
+    """The batch size that the base learning rate is meant for."""
+    learning_rate: float | None = None
+    """Set this to use a learning rate as it is, whatever the batch size."""
+    momentum: float = 0.9
+    """Momentum of the optimiser."""
+    weight_decay: float = 1e-4
+    """L2 penalty on the weights."""
+    schedule: Literal["step", "cosine"] = "cosine"
+    """step: times `step_factor` at each milestone; cosine: down to zero along half a cosine."""
+    milestones: tuple[float, ...] = ()
+    """Where the step schedule drops, as shares of the run: 0.6 is epoch 120 of 200."""
+    step_factor: float = 0.1
+    """What the learning rate is multiplied by at each milestone."""
+    warm_up: float = 0.0
+    """Share of the run in which the learning rate rises linearly from zero."""
+
+    def __post_init__(self) -> None:
+        for name in ("base_learning_rate", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"optimisation.{name} must be above 0; got {value}.")
+        if not 0 <= self.momentum < 1:
+            raise UserError(f"optimisation.momentum must be in [0, 1); got {self.momentum}.")
+        if not self.weight_decay >= 0:
+            raise UserError(f"optimisation.weight_decay must be 0 or more; got {self.weight_decay}.")
+        if self.base_batch_size < 1:
+            raise UserError(f"optimisation.base_batch_size must be at least 1; got {self.base_batch_size}.")
+        if not 0 <= self.warm_up < 1 or not all(0 < share < 1 for share in self.milestones):
+            raise UserError(
+                "optimisation.warm_up and optimisation.milestones are shares of the run, between 0 and 1: "
+                "write 0.6 for epoch 120 of 200."
+            )
+
+
+@dataclass(frozen=True)
+class MonitoringSpecification:
+    """What is measured while a run goes on, and how often."""
+
+    log_every: int = 20
+    """Steps between two lines in metrics.jsonl."""
+    evaluate_every: int = 1
+    """Epochs between two measurements of label-free health and kNN accuracy; the last epoch always has one."""
+    health_images: int = 2048
+    """Images, in two views each, on which alignment, uniformity and effective rank are measured."""
+    bank_images: int = 50_000
+    """At most this many labelled images are looked up by the kNN classifier."""
+    query_images: int = 10_000
+    """At most this many labelled images are classified by it."""
+    checkpoint_minutes: float = 15.0
+    """Longest time between two checkpoints; one is also written after every epoch."""
+
+    def __post_init__(self) -> None:
+        for name in ("log_every", "evaluate_every", "health_images", "bank_images", "query_images"):
+            if getattr(self, name) < 1:
+                raise UserError(f"monitoring.{name} must be at least 1; got {getattr(self, name)}.")
