@@ -1,10 +1,12 @@
 """The augmentations of the methods, described as data.
 
-Executed on the CPU by `co2.views.transform`. Nothing here imports torch, so that the command line answers at once.
+`co2.views.parameters` draws what is random about them, `co2.views.transform` carries them out on the CPU. Nothing here
+imports torch, so that the command line answers at once.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from co2.errors import UserError
@@ -58,6 +60,12 @@ class Augmentation:
                 raise UserError(f"views.{name} is a probability between 0 and 1; got {getattr(self, name)}.")
         if min(self.std) <= 0:
             raise UserError(f"views.std must be positive; got {self.std}.")
+
+    @property
+    def blur_radius(self) -> int:
+        """How many neighbours on either side the blur looks at: four standard deviations of the strongest blur, and
+        fewer than the view has pixels. The same for every view, so that a batch can be blurred at once."""
+        return min(math.ceil(4 * self.blur_sigma[1]), self.size - 1)
 
 
 def moco_v1_views(size: int = 224) -> Augmentation:

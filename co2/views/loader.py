@@ -1,0 +1,236 @@
+"""Batches of views: images are read and views are made by worker processes, in an order that only the seed decides.
+
+A view depends on (seed, epoch, image, view) alone, so that the number of workers, the batch size and a start in the
+middle of an epoch change nothing about it. An image that cannot be read never stops a run: it is passed over and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from co2.data.source import BadImage, ImageSource
+from co2.errors import UserError
+from co2.philox import Stream, permutation
+from co2.views.parameters import draw
+from co2.views.specification import Augmentation
+from co2.views.transform import make_view, plain_view
+
+_BAD_IN_A_ROW = 50  # so many unreadable images one after the other are no accident
+_BYTES_HELD = 64 << 20  # a batch of photographs can be gigabytes: only so much of it is decoded at a time
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some images, and their views."""
+
+    indices: Tensor
+    """int64 [B]: which images of the source these are."""
+    views: Tensor
+    """uint8 [V, B, 3, S, S]"""
+    bad: list[tuple[int, str]]
+    """Index of each image that could not be read, and why."""
+
+    def pin_memory(self) -> Batch:
+        """Called by torch's DataLoader, to copy to a GPU without waiting."""
+        return replace(self, indices=self.indices.pin_memory(), views=self.views.pin_memory())
+
+
+class ViewLoader:
+    """Augmented views of the images of a source, epoch by epoch, in batches.
+
+    An epoch visits every image once, in an order that is a function of (seed, epoch). The last batch of an epoch may
+    be shorter; one that would hold a single image is left out, because batch statistics need two. An image that cannot
+    be read is replaced by the next one in the source that can, so that batches keep their size.
+
+    With `workers` = 0 the views are made in this process. Otherwise the workers live as long as the loader, and serve
+    one epoch at a time.
+    """
+
+    def __init__(
+        self, source: ImageSource, augmentation: Augmentation, *, views: int, batch_size: int, seed: int, workers: int
+    ) -> None:
+        if batch_size < 2:
+            raise UserError(f"A batch of {batch_size} has nothing to contrast: give --batch-size at least 2.")
+        if batch_size > len(source):
+            raise UserError(
+                f"A batch of {batch_size} is larger than the data set of {len(source)} images: "
+                f"give --batch-size at most {len(source)}, or more images."
+            )
+        self._length = len(source)
+        self._batch_size = batch_size
+        self._seed = seed
+        self._sampler = _BatchesOfAnEpoch()
+        self._loader = _data_loader(_AugmentedViews(source, augmentation, views, seed), self._sampler, workers)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        whole, rest = divmod(self._length, self._batch_size)
+        return whole + (rest > 1)
+
+    def epoch(self, number: int, first_batch: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, from number `first_batch` on."""
+        order = permutation(self._seed, Stream.EPOCH_ORDER, number, self._length)  # [N]
+        self._sampler.epoch = number
+        self._sampler.batches = order.split(self._batch_size)[first_batch : self.batches_per_epoch]
+        yield from _checked(self._loader)
+
+
+def plain_batches(source: ImageSource, size: int, batch_size: int, workers: int) -> Iterator[Batch]:
+    """Every image once, in the order of the source, without augmentation: for features and evaluation.
+
+    Views are [1, B, 3, size, size]. An image that cannot be read is left out and named, so that a batch may be shorter
+    than the others; none is empty.
+    """
+    sampler = _BatchesOfAnEpoch()
+    sampler.batches = torch.arange(len(source)).split(batch_size)
+    ready: Batch | None = None  # given out when the next one is there, so that it can report for empty ones after it
+    for batch in _checked(_data_loader(_PlainViews(source, size), sampler, workers)):
+        if ready is None:
+            ready = batch
+        elif len(ready.indices) == 0 or len(batch.indices) == 0:
+            fuller = max(ready, batch, key=lambda one: len(one.indices))
+            ready = replace(fuller, bad=ready.bad + batch.bad)
+        else:
+            yield ready
+            ready = batch
+    if ready is None or len(ready.indices) == 0:
+        raise UserError(f"None of the {len(source)} images could be read. Are the files where they were?")
+    yield ready
+
+
+class _BatchesOfAnEpoch(Sampler[list[tuple[int, int]]]):
+    """Tells workers what to do next: a list of (epoch, index). Set before each epoch; workers keep no state."""
+
+    epoch = 0
+    batches: tuple[Tensor, ...] = ()
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch = self.epoch
+        return ([(epoch, index) for index in indices.tolist()] for indices in self.batches)
+
+
+class _AugmentedViews(Dataset[Any]):
+    def __init__(self, source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> None:
+        self.source = source
+        self.augmentation = augmentation
+        self.views = views
+        self.seed = seed
+
+    def __getitems__(self, wanted: list[tuple[int, int]]) -> Batch | UserError:
+        epoch = wanted[0][0]
+        size = self.augmentation.size
+        views = torch.empty(self.views, len(wanted), 3, size, size, dtype=torch.uint8)
+        indices: list[int] = []
+        bad: dict[int, str] = {}
+        held: list[Tensor] = []  # decoded images, the last of `indices`, whose views are still to be made
+        bytes_held = 0
+
+        with _one_thread():
+            for _, index in wanted:
+                try:
+                    used, image = _readable(self.source, index, bad)
+                except UserError as error:
+                    return error  # as a value, because torch wraps what a worker raises in a page of traceback
+                indices.append(used)
+                held.append(image)
+                bytes_held += image.numel()
+                if len(indices) == len(wanted) or bytes_held > _BYTES_HELD:
+                    done = len(indices) - len(held)
+                    self._make(epoch, indices[done:], held, views[:, done:])
+                    held, bytes_held = [], 0
+        return Batch(torch.tensor(indices), views, list(bad.items()))
+
+    def _make(self, epoch: int, indices: list[int], images: list[Tensor], views: Tensor) -> None:
+        """Write the views of these images into the first places of `views` [V, B, 3, S, S]."""
+        heights, widths = torch.tensor([image.shape[-2:] for image in images]).unbind(1)
+        for view in range(self.views):
+            drawn = draw(self.augmentation, self.seed, epoch, torch.tensor(indices), view, heights, widths)
+            for place, (image, row) in enumerate(zip(images, drawn.rows(), strict=True)):
+                views[view, place] = make_view(image, row, self.augmentation)
+
+
+class _PlainViews(Dataset[Any]):
+    def __init__(self, source: ImageSource, size: int) -> None:
+        self.source = source
+        self.size = size
+
+    def __getitems__(self, wanted: list[tuple[int, int]]) -> Batch:
+        views = torch.empty(1, len(wanted), 3, self.size, self.size, dtype=torch.uint8)
+        indices: list[int] = []
+        bad: list[tuple[int, str]] = []
+        with _one_thread():
+            for _, index in wanted:
+                try:
+                    image = self.source.image(index)
+                except BadImage as error:
+                    bad.append((index, str(error)))
+                    continue
+                views[0, len(indices)] = plain_view(image, self.size)
+                indices.append(index)
+        return Batch(torch.tensor(indices, dtype=torch.int64), views[:, : len(indices)], bad)
+
+
+def _readable(source: ImageSource, index: int, bad: dict[int, str]) -> tuple[int, Tensor]:
+    """The image at `index`, or the next one that can be read: a function of `index`, whichever worker asks.
+
+    Writes down in `bad` what was passed over on the way.
+    """
+    for step in range(min(_BAD_IN_A_ROW, len(source))):
+        used = (index + step) % len(source)
+        try:
+            return used, source.image(used)
+        except BadImage as error:
+            bad[used] = str(error)
+    raise UserError(
+        f"{step + 1} images in a row could not be read, the last one being {source.describe(used)} ({bad[used]}). "
+        "Is the folder with the images still there? The run can be continued with --resume."
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums over an image come out the same with any number of workers only if one thread adds them up."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _data_loader(dataset: Dataset[Any], sampler: _BatchesOfAnEpoch, workers: int) -> DataLoader[Any]:
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        persistent_workers=workers > 0,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def _as_it_is(batch: Batch | UserError) -> Batch | UserError:
+    return batch
+
+
+def _checked(loader: DataLoader[Any]) -> Iterator[Batch]:
+    """The batches of a loader; what went wrong in a worker is told in a plain sentence."""
+    try:
+        for batch in loader:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError(
+            f"A process that prepares images was ended by the system ({error}). Most often memory ran out, or "
+            "shared memory (/dev/shm) is too small: try fewer --workers, or 0."
+        ) from error

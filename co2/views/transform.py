@@ -1,0 +1,81 @@
+"""How a view is made from an image, given its parameters: torchvision's functions, one image at a time on the CPU.
+
+Pictures stay uint8 until they are where the encoder is (a quarter of the bytes to move); `normalise` then turns them
+into floating point there.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+
+from co2.views.parameters import ViewRow
+from co2.views.specification import Augmentation
+
+# In the order in which ViewParameters.jitter_order and .jitter_factors count them.
+_COLOUR_CHANGES = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
+
+
+def make_view(image: Tensor, row: ViewRow, augmentation: Augmentation) -> Tensor:
+    """One view, uint8 [3, S, S], of an image, uint8 [3, H, W]."""
+    side = [augmentation.size, augmentation.size]
+    view = F.resized_crop(image, *row.crop, size=side, interpolation=F.InterpolationMode.BILINEAR, antialias=True)
+    if row.grey and augmentation.grey_first:
+        view = F.rgb_to_grayscale(view, num_output_channels=3)
+    if row.jitter:
+        view = _jitter(view, row, augmentation)
+    if row.grey and not augmentation.grey_first:
+        view = F.rgb_to_grayscale(view, num_output_channels=3)
+    if row.blur and row.blur_sigma > 0:
+        view = _blur(view, row.blur_sigma, augmentation.blur_radius)
+    if row.flip:
+        view = F.horizontal_flip(view)
+    return view
+
+
+def _jitter(view: Tensor, row: ViewRow, augmentation: Augmentation) -> Tensor:
+    for change in row.jitter_order:
+        if augmentation.jitter[change] > 0:  # a strength of 0 switches a change off, as in torchvision's ColorJitter
+            view = _COLOUR_CHANGES[change](view, row.jitter_factors[change])
+    return view
+
+
+def _blur(view: Tensor, sigma: float, radius: int) -> Tensor:
+    """A Gaussian blur along rows and then along columns: the same as in two dimensions, in a third of the time."""
+    width = 2 * radius + 1
+    exact = F.gaussian_blur(view.float(), [width, 1], [sigma, sigma])
+    exact = F.gaussian_blur(exact, [1, width], [sigma, sigma])
+    return exact.round_().to(torch.uint8)
+
+
+def plain_view(image: Tensor, size: int) -> Tensor:
+    """The view that evaluation sees, without randomness: uint8 [3, size, size] of an image, uint8 [3, H, W].
+
+    The shorter side is scaled to 8/7 of the size (256 for 224, as is usual for ImageNet) and the centre cut out. Small
+    images, up to 64 pixels, can spare no border: there the shorter side is scaled to the size itself.
+    """
+    if tuple(image.shape[-2:]) == (size, size):
+        return image
+    shorter = size if size <= 64 else size * 8 // 7
+    resized = F.resize(image, [shorter], interpolation=F.InterpolationMode.BILINEAR, antialias=True)
+    return F.center_crop(resized, [size, size])
+
+
+def normalise(views: Tensor, augmentation: Augmentation, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What the encoder is fed: (views / 255 - mean) / std of uint8 views [..., 3, S, S], on the device they are on."""
+    exact = torch.promote_types(dtype, torch.float32)  # computed in float32 at least, rounded to bfloat16 once
+    scale, shift = _scale_and_shift(augmentation.mean, augmentation.std, exact, views.device)
+    return (views * scale + shift).to(dtype)
+
+
+@lru_cache(maxsize=16)  # so that a step copies nothing to the GPU and does not wait for it
+def _scale_and_shift(
+    mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    means, stds = torch.tensor([mean, std], dtype=torch.float64)
+    scale = (1 / (255 * stds)).to(device, dtype)[:, None, None]  # [3, 1, 1]
+    shift = (-means / stds).to(device, dtype)[:, None, None]  # [3, 1, 1]
+    return scale, shift
