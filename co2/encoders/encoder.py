@@ -1,0 +1,47 @@
+"""The encoder: a backbone, and a head that projects its pooled features onto the unit sphere."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from co2.encoders.backbones import build_backbone, feature_width
+from co2.encoders.batch_statistics import group_batch_statistics
+from co2.encoders.specification import EncoderSpecification
+
+
+class Encoder(nn.Module):
+    """f(x): images [N, 3, S, S] in, unit features [N, D] out."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def features(self, images: Tensor) -> Tensor:
+        """What downstream tasks use: the backbone's pooled features, before the head."""
+        pooled: Tensor = self.backbone(images)  # [N, F]
+        return pooled
+
+    def forward(self, images: Tensor) -> Tensor:
+        projected: Tensor = self.head(self.features(images))  # [N, D]
+        # In at least float32 even under autocast: bfloat16 would leave lengths that are off by half a percent.
+        projected = projected.to(torch.promote_types(projected.dtype, torch.float32))
+        return F.normalize(projected, dim=1)  # [N, D]
+
+
+def build_encoder(specification: EncoderSpecification, view_size: int) -> Encoder:
+    """An encoder with fresh weights, in training mode, whose BatchNorm layers work in the specified groups."""
+    backbone = build_backbone(specification.backbone, specification.stem, view_size)
+    width = feature_width(backbone)
+    if specification.head == "linear":  # MoCo v1
+        head: nn.Module = nn.Linear(width, specification.dimension)
+    else:  # MoCo v2 (Chen et al. 2020, table 1): for ResNet-50, 2048 - 2048 - 128
+        hidden = specification.hidden or width
+        head = nn.Sequential(
+            nn.Linear(width, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, specification.dimension)
+        )
+    encoder = Encoder(backbone, head)
+    group_batch_statistics(encoder, specification.groups)
+    return encoder

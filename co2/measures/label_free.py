@@ -1,0 +1,59 @@
+"""Health of features without labels: are positives together, is the sphere used, has anything collapsed?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK_ELEMENTS = 2**24  # pairs held at a time: 64 MiB in float32
+
+
+def alignment(first: Tensor, second: Tensor) -> float:
+    """Mean squared distance between the two views' unit features, [N, D] each: 0 when views do not matter at all.
+
+    Wang and Isola 2020, section 4.1.1, alpha = 2.
+    """
+    return (first.float() - second.float()).square().sum(dim=1).mean().item()
+
+
+def uniformity(features: Tensor, sharpness: float = 2.0) -> float:
+    """log of the mean over all pairs of exp(-2 |x - y|^2) for unit features [N, D]: 0 when all are one point, and the
+    more negative the more evenly they cover the sphere (about -4 at best in many dimensions).
+
+    Wang and Isola 2020, section 4.1.2. Every pair counts; they are visited in blocks.
+    """
+    images = len(features)
+    if images < 2:
+        raise ValueError("Uniformity needs at least two features.")
+    features = features.float()
+    squared_norms = features.square().sum(dim=1)  # [N]
+    rows = max(1, BLOCK_ELEMENTS // images)
+    total = torch.zeros((), dtype=torch.float64, device=features.device)
+    for start in range(0, images, rows):
+        stop = start + rows
+        distances = (
+            squared_norms[start:stop, None] + squared_norms[start:] - 2 * features[start:stop] @ features[start:].T
+        ).clamp_min_(0)  # [b, N - start], squared
+        total += (-sharpness * distances).exp_().triu_(diagonal=1).sum(dtype=torch.float64)
+    return (total / (images * (images - 1) / 2)).log().item()
+
+
+def effective_rank(features: Tensor, epsilon: float = 1e-7) -> float:
+    """RankMe (Garrido et al. 2023, equation 1): how many directions the features [N, D] use, between 1 and min(N, D).
+
+    The exponential of the entropy of the singular values, normalised to sum to one.
+    """
+    features = features.double()
+    if len(features) < features.shape[1]:
+        features = features.T
+    # Squared singular values are the eigenvalues of the smaller Gram matrix; in float64 squaring costs no accuracy
+    # that epsilon leaves visible.
+    squared = torch.linalg.eigvalsh(features.T @ features).clamp_min(0)  # [min(N, D)]
+    singular_values = squared.sqrt()
+    shares = singular_values / singular_values.sum().clamp_min(epsilon) + epsilon  # [min(N, D)]
+    return torch.exp(-(shares * shares.log()).sum()).item()
+
+
+def mean_norm(features: Tensor) -> float:
+    """Length of the mean of unit features [N, D]: 1 when all point the same way, near 0 when they are spread out."""
+    return features.float().mean(dim=0).norm().item()
