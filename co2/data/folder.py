@@ -1,0 +1,193 @@
+"""Image files in folders, and text files that list them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from co2.data.decode import EXTENSIONS, read_image
+from co2.data.source import ImageSource
+from co2.errors import UserError
+
+_EXTENSIONS = tuple(extension.encode() for extension in EXTENSIONS)
+EXTENSIONS_IN_WORDS = ", ".join(EXTENSIONS)
+
+
+class PackedPaths:
+    """Paths joined into one array: a million of them are two arrays to copy into a worker, not a million objects."""
+
+    def __init__(self, paths: Iterable[bytes]) -> None:
+        joined = list(paths)
+        self._bytes = np.frombuffer(b"".join(joined), dtype=np.uint8)  # all paths, end to end
+        self._ends = np.cumsum([len(path) for path in joined], dtype=np.int64)  # [N]
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> bytes:
+        start = 0 if index == 0 else self._ends[index - 1]
+        return self._bytes[start : self._ends[index]].tobytes()
+
+
+class FileSource(ImageSource):
+    """Image files by path. Relative paths are below `root`."""
+
+    def __init__(
+        self,
+        name: str,
+        root: str,
+        paths: Iterable[bytes],
+        labels: np.ndarray | None = None,
+        classes: tuple[str, ...] = (),
+    ) -> None:
+        self.name = name
+        self.root = os.fsencode(root)
+        self.paths = PackedPaths(paths)
+        self.labels = labels
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def image(self, index: int) -> torch.Tensor:
+        return read_image(os.path.join(self.root, self.paths[index]))
+
+    def describe(self, index: int) -> str:
+        return _printable(os.path.join(self.root, self.paths[index]))
+
+
+def find_images(folder: str) -> tuple[list[bytes], Counter[str]]:
+    """The image files below a folder, as sorted paths relative to it, and how many other files have which extension.
+
+    Hidden files and folders are left out. Links to folders are followed, but no folder is entered twice, so that a
+    link to a folder above ends there; a folder that is reached both ways counts where it really is.
+    """
+    root = os.fsencode(folder)
+    found: list[bytes] = []
+    others: Counter[str] = Counter()
+    entered: set[tuple[int, int]] = set()
+    folders = deque([b""])
+    linked: deque[bytes] = deque()  # entered when all real folders have been
+    while folders or linked:
+        relative = folders.popleft() if folders else linked.popleft()
+        path = os.path.join(root, relative)
+        try:
+            information = os.stat(path)
+            identity = (information.st_dev, information.st_ino)
+            if identity in entered:
+                continue
+            entered.add(identity)
+            with os.scandir(path) as entries:
+                for entry in sorted(entries, key=lambda entry: entry.name):
+                    if entry.name.startswith(b"."):
+                        continue
+                    below = os.path.join(relative, entry.name)
+                    if _is_folder(entry):
+                        (linked if entry.is_symlink() else folders).append(below)
+                    elif entry.name.lower().endswith(_EXTENSIONS):
+                        found.append(below)
+                    else:
+                        others[_printable(os.path.splitext(entry.name)[1].lower())] += 1
+        except OSError as error:
+            raise UserError(
+                f"The folder '{_printable(path)}' cannot be read: {error.strerror}. "
+                "Make it readable, or list the images you want in a text file."
+            ) from None
+    separator = os.fsencode(os.sep)
+    found.sort(key=lambda path: path.replace(separator, b"\0"))  # a folder's files stay together: 'a' before 'a-b'
+    return found, others
+
+
+def folder_source(folder: str, name: str | None = None, classes: Sequence[str] | None = None) -> FileSource:
+    """All images below a folder.
+
+    The sub-folders at the first level are the classes if there are at least two of them with images in them and no
+    image lies beside them; otherwise there are no labels. `classes` gives the numbering, where one is already known.
+    """
+    name = name or folder
+    paths, others = find_images(folder)
+    if not paths:
+        raise UserError(_no_images(folder, others))
+    separator = os.fsencode(os.sep)
+    owners = [path.partition(separator)[0] if separator in path else b"" for path in paths]
+    names = sorted(set(owners))
+    if len(names) < 2 or b"" in names:
+        return FileSource(name, folder, paths)
+    own = [_printable(owner) for owner in names]
+    known = tuple(own) if classes is None else (*classes, *(new for new in own if new not in set(classes)))
+    number = {owner: known.index(label) for owner, label in zip(names, own, strict=True)}
+    labels = np.array([number[owner] for owner in owners], dtype=np.int64)  # [N]
+    return FileSource(name, folder, paths, labels, known)
+
+
+def list_source(path: str) -> FileSource:
+    """The images that a text file lists, one on each line, perhaps with a label after a tab.
+
+    Paths are absolute or relative to the list's folder. Blank lines and lines that begin with '#' are left out.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+            text = file.read()
+    except OSError as error:
+        raise UserError(f"The list '{path}' cannot be read: {error.strerror}.") from None
+    if "\0" in text:
+        raise UserError(
+            f"'{path}' is neither a folder nor a text file that lists images. "
+            "Give a folder of images, or a text file with one path on each line; unpack an archive first."
+        )
+    paths: list[bytes] = []
+    words: list[str | None] = []
+    numbers: list[int] = []  # where each image stands in the file, to speak about it
+    for number, line in enumerate(text.split("\n"), start=1):
+        entry = line.strip()
+        if not entry or entry.startswith("#"):
+            continue
+        image, tab, label = entry.partition("\t")
+        paths.append(os.fsencode(image.strip()))
+        words.append(label.strip() if tab else None)
+        numbers.append(number)
+    if not paths:
+        raise UserError(f"The list '{path}' names no images. Write one path on each line.")
+    root = os.path.dirname(os.path.abspath(path))
+    labelled = [word for word in words if word is not None]
+    if not labelled:
+        return FileSource(path, root, paths)
+    if len(labelled) < len(words):
+        missing = numbers[words.index(None)]
+        raise UserError(
+            f"Line {missing} of '{path}' has no label, but others have. "
+            "Put a tab and a label on every line, or on none."
+        )
+    classes = tuple(sorted(set(labelled), key=_by_number_then_name))
+    position = {word: label for label, word in enumerate(classes)}
+    labels = np.array([position[word] for word in labelled], dtype=np.int64)  # [N]
+    return FileSource(path, root, paths, labels, classes)
+
+
+def _is_folder(entry: os.DirEntry[bytes]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _by_number_then_name(word: str) -> tuple[int, int, str]:
+    return (0, int(word), "") if word.isdecimal() else (1, 0, word)
+
+
+def _no_images(folder: str, others: Counter[str]) -> str:
+    if not others:
+        return f"The folder '{folder}' is empty. Put images into it ({EXTENSIONS_IN_WORDS}), or name another folder."
+    kinds = ", ".join(f"{extension or 'no extension'} ({count})" for extension, count in others.most_common(5))
+    message = f"There are no image files in '{folder}'. It holds files with {kinds}; read are {EXTENSIONS_IN_WORDS}."
+    archives = {".tar", ".gz", ".tgz", ".zip", ".bz2", ".xz", ".7z", ".rar"} & set(others)
+    return message + (" Unpack the archive first." if archives else " Convert them, or name another folder.")
+
+
+def _printable(path: bytes) -> str:
+    """A path as text that can be printed and written: bytes that are no UTF-8 show as a replacement character."""
+    return path.decode("utf-8", "replace")

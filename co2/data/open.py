@@ -1,0 +1,165 @@
+"""From what the user types after --data to images."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from co2.data.decode import EXTENSIONS
+from co2.data.digits import digits_splits
+from co2.data.folder import FileSource, folder_source, list_source
+from co2.data.shapes import ShapesSource
+from co2.data.source import BadImage, ImageSource
+from co2.data.torchvision_layouts import find_layout, open_layout
+from co2.errors import UserError, did_you_mean
+
+SHAPES_COUNT, SHAPES_SIZE, SHAPES_TEST_COUNT = 4000, 32, 1000
+_HELD_OUT = ("val", "valid", "validation", "test")  # in the order in which they are preferred
+_SAMPLE = 5
+
+
+@dataclass(frozen=True)
+class DataSplits:
+    """What a data set offers."""
+
+    train: ImageSource
+    """What is pre-trained on. Labels, if any, are not used for that."""
+    bank: ImageSource | None
+    """Labelled images in which a nearest-neighbour classifier looks things up."""
+    test: ImageSource | None
+    """Labelled images that are held out."""
+    description: str
+    """One line for the user: what was found."""
+
+
+def open_data(specification: str) -> DataSplits:
+    """The data that `specification` names.
+
+    Args:
+        specification: `shapes`, `shapes:COUNT` or `shapes:COUNT:SIZE` (pictures that the package renders), `digits`
+            (scikit-learn's handwritten digits), or a path: a folder of images, a text file that lists images, or
+            CIFAR-10, CIFAR-100 or STL-10 as torchvision stores them.
+    """
+    kind, *numbers = specification.split(":")
+    if kind == "shapes":
+        return _shapes(specification, numbers)
+    if specification == "digits":
+        return _digits()
+    path = os.path.expanduser(specification)
+    if not os.path.exists(path):
+        raise UserError(_no_such_path(specification, path))
+    if not os.path.isdir(path):
+        return _listed(path)
+    layout = find_layout(path)
+    if layout is not None:
+        train, bank, test, words = open_layout(layout)
+        return DataSplits(train, bank, test, words)
+    return _folder(path)
+
+
+def _shapes(specification: str, numbers: list[str]) -> DataSplits:
+    if len(numbers) > 2 or not all(number.isdecimal() for number in numbers):
+        raise UserError(
+            f"'{specification}' is not understood. Write shapes, shapes:COUNT or shapes:COUNT:SIZE, "
+            f"for instance shapes:{SHAPES_COUNT}:{SHAPES_SIZE}."
+        )
+    given = [int(number) for number in numbers]
+    count, size = [*given, *(SHAPES_COUNT, SHAPES_SIZE)[len(given) :]]
+    train = ShapesSource(count, size)
+    test = ShapesSource(SHAPES_TEST_COUNT, size, split="test")
+    words = (
+        f"shapes: {count:,} rendered pictures of {size} pixels, {len(train.classes)} classes; {len(test):,} held out"
+    )
+    if os.path.exists(specification):
+        words += f" (for the folder of that name, write ./{specification})"
+    return DataSplits(train, train, test, words)
+
+
+def _digits() -> DataSplits:
+    train, test = digits_splits()
+    words = f"scikit-learn's digits: {len(train):,} images of 32 pixels, {len(train.classes)} classes"
+    return DataSplits(train, train, test, f"{words}; {len(test):,} held out")
+
+
+def _listed(path: str) -> DataSplits:
+    if path.lower().endswith(EXTENSIONS):
+        raise UserError(f"'{path}' is a single image. Give the folder that holds it, or a text file that lists images.")
+    source = list_source(path)
+    _check_readable(source)
+    return DataSplits(source, _if_labelled(source), None, f"{path}: a list of {_count(source)}")
+
+
+def _folder(path: str) -> DataSplits:
+    inside = sorted(name for name in _names(path) if os.path.isdir(os.path.join(path, name)) and name[0] != ".")
+    held_out = [name for name in _HELD_OUT if name in inside]
+    if "train" not in inside or not held_out:
+        source = folder_source(path)
+        _check_readable(source)
+        return DataSplits(source, _if_labelled(source), None, f"{path}: {_count(source)}")
+
+    train = folder_source(os.path.join(path, "train"))
+    _check_readable(train)
+    for name in held_out:
+        test = folder_source(os.path.join(path, name), classes=train.classes if train.classes else None)
+        if test.labels is not None:
+            break
+    words = f"{path}: {_count(train)} in train"
+    if test.labels is None:
+        words += f"; {name} has no class folders and is left out"
+    else:
+        _check_readable(test)
+        words += f", {_count(test)} in {name}" if train.labels is None else f"; {len(test):,} held out in {name}"
+        if train.labels is not None:
+            train.classes = test.classes  # which may know classes that no image of train has
+    unused = [other for other in inside if other not in ("train", name)]
+    if unused:
+        words += f" (not used: {', '.join(unused)})"
+    return DataSplits(train, _if_labelled(train), _if_labelled(test), words)
+
+
+def _if_labelled(source: FileSource) -> FileSource | None:
+    return None if source.labels is None else source
+
+
+def _count(source: ImageSource) -> str:
+    kinds = f"{len(source.classes):,} classes" if source.labels is not None else "no labels"
+    return f"{len(source):,} image{'s' if len(source) != 1 else ''}, {kinds}"
+
+
+def _check_readable(source: FileSource) -> None:
+    """Bad images are the loader's business, one by one; but if no image of a few can be read, say so at once."""
+    reasons = []
+    for index in np.unique(np.linspace(0, len(source) - 1, _SAMPLE).astype(int)):
+        try:
+            source.image(int(index))
+            return
+        except BadImage as error:
+            reasons.append(f"  {source.describe(int(index))}: {error}")
+    tried = "The only image" if len(source) == 1 else f"None of {len(reasons)} images tried"
+    verb = "cannot" if len(source) == 1 else "can"
+    raise UserError(
+        f"{tried} from '{source.name}' {verb} be read:\n"
+        + "\n".join(reasons)
+        + "\nCheck that these are image files, whole and readable, or name another folder or list."
+    )
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        raise UserError(f"The folder '{folder}' cannot be read: {error.strerror}. Make it readable.") from None
+
+
+def _no_such_path(specification: str, path: str) -> str:
+    parent, last = os.path.split(os.path.normpath(path))
+    while parent and not os.path.isdir(parent):  # the first part of the path that is wrong
+        parent, last = os.path.split(parent)
+    names = [name for name in _names(parent or ".") if name[0] != "."]
+    hint = did_you_mean(last, [*names, "shapes", "digits"])
+    return (
+        f"There is no file or folder '{specification}'.{hint} --data takes a folder of images, a text file that lists "
+        "images, or one of the built-in sets: shapes, digits."
+    )

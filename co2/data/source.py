@@ -1,0 +1,89 @@
+"""What every collection of images looks like to the rest of the program."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+class BadImage(Exception):  # noqa: N818  (it names the image, not the program, as what is wrong)
+    """An image that cannot be read. The message is the reason, in a few plain words: 'truncated file'."""
+
+
+class ImageSource(ABC):
+    """Images by index, perhaps with labels.
+
+    A source is copied into every worker of a loader, so it holds no open file and keeps what grows with the number
+    of images in arrays, which pickle quickly and which forked workers share.
+    """
+
+    name: str
+    """What the user calls this data."""
+    labels: np.ndarray | None
+    """[N] int64, or None where no labels are known."""
+    classes: tuple[str, ...]
+    """The name of each label; empty without labels."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def image(self, index: int) -> torch.Tensor:
+        """Image `index` as uint8 [3, H, W], RGB and upright. Raises BadImage if it cannot be read."""
+
+    @abstractmethod
+    def describe(self, index: int) -> str:
+        """What to call image `index` when talking to the user: its path, or 'shapes image 17'."""
+
+    def subset(self, indices: Sequence[int] | np.ndarray) -> ImageSource:
+        """The images at these indices, in this order."""
+        return Subset(self, np.asarray(indices, dtype=np.int64))
+
+
+class Subset(ImageSource):
+    """Some of the images of another source, in an order of their own."""
+
+    def __init__(self, source: ImageSource, indices: np.ndarray) -> None:
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(source):
+            raise IndexError(f"a subset of {len(source)} images takes indices from 0 to {len(source) - 1}")
+        self.source = source
+        self.indices = indices  # [N] int64
+        self.name = source.name
+        self.classes = source.classes
+        self.labels = None if source.labels is None else source.labels[indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def image(self, index: int) -> torch.Tensor:
+        return self.source.image(int(self.indices[index]))
+
+    def describe(self, index: int) -> str:
+        return self.source.describe(int(self.indices[index]))
+
+
+class ArraySource(ImageSource):
+    """Small images that fit into memory as one array."""
+
+    def __init__(
+        self, name: str, pixels: np.ndarray, labels: np.ndarray | None = None, classes: tuple[str, ...] = ()
+    ) -> None:
+        assert pixels.dtype == np.uint8
+        assert pixels.ndim == 4
+        assert pixels.shape[1] == 3
+        self.name = name
+        self.pixels = pixels  # [N, 3, H, W] uint8
+        self.labels = labels
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def image(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(self.pixels[index].copy())  # a copy: whoever changes it must not change the data
+
+    def describe(self, index: int) -> str:
+        return f"{self.name} image {index}"
