@@ -18,9 +18,7 @@ class Contrast(NamedTuple):
     """What a batch of queries scores against its positives and negatives, row by row."""
 
     instance: Tensor  # [B] L_ins: cross entropy of finding the positive among the K + 1 candidates
-    consistency: (
-        Tensor | None
-    )  # [B] L_con: symmetric KL of query's and positive's similarities to the negatives
+    consistency: Tensor | None  # [B] L_con: symmetric KL of query's and positive's similarities to the negatives
     rank: Tensor  # [B] int64: how many negatives score above the positive; 0 is a query that found its instance
 
 
