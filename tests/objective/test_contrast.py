@@ -68,9 +68,9 @@ def test_the_order_of_the_negatives_does_not_matter() -> None:
 
 
 def test_two_negatives_by_hand() -> None:
-    # a = (0.6, 0), b = (0, 1), s = 0: everything can be written down.
-    q, p = torch.tensor([[1.0, 0.0]]).double(), torch.tensor([[0.0, 1.0]]).double()
-    n = torch.tensor([[0.6, -0.8], [0.0, 1.0]]).double()
+    # a = (0.6, 0), b = (-0.8, 1), s = 0: everything can be written down.
+    q, p = torch.eye(2, dtype=torch.float64).split(1)
+    n = torch.tensor([[0.6, -0.8], [0.0, 1.0]], dtype=torch.float64)
     found = terms(q, p, n, tau_instance=0.5, tau_consistency=0.25)
     instance = math.log(1 + math.exp(0.6 / 0.5) + math.exp(0.0))
     on = [math.exp(0.6 / 0.25), 1.0]  # e^{a / sigma}
