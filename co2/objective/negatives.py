@@ -83,12 +83,16 @@ class MemoryBank(nn.Module):
         self.rows.index_copy_(0, images, F.normalize(moved, dim=1))
 
 
-def spread_sample(uniforms: Tensor, count: int) -> Tensor:
-    """One row out of each of K equal stretches of 0..count-1: sorted and distinct, from K uniform numbers in [0, 1).
+def spread_sample(draws: Tensor, count: int) -> Tensor:
+    """One row out of each of K equal stretches of 0..count-1, sorted and distinct; all rows where K is larger.
 
     Distinct rows without a permutation of the whole bank, and every part of the data set is always represented.
+
+    Args:
+        draws: [K] random integers in 0 .. 2³¹ - 1.
+        count: rows in the bank.
     """
-    size = min(len(uniforms), count)
-    edges = torch.arange(size + 1, device=uniforms.device) * count // size  # [K + 1]
+    size = min(len(draws), count)
+    edges = torch.arange(size + 1, device=draws.device) * count // size  # [K + 1]
     width = edges[1:] - edges[:-1]  # [K]
-    return edges[:-1] + (uniforms[:size] * width).long().clamp(max=width - 1)
+    return edges[:-1] + (draws[:size] * width >> 31)

@@ -1,0 +1,102 @@
+"""How a run is doing, measured at the end of an epoch: label-free health always, kNN accuracy where labels exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from co2.config import Experiment
+from co2.data.open import DataSplits
+from co2.data.source import ImageSource
+from co2.encoders.encoder import Encoder
+from co2.encoders.features import extract
+from co2.measures.knn import knn_accuracy
+from co2.measures.label_free import alignment, effective_rank, mean_norm, uniformity
+from co2.views.loader import Batch, ViewLoader, plain_batches
+from co2.views.transform import normalise
+
+KEPT_BYTES = 2**29  # decoded pictures up to this size stay in memory from one measurement to the next
+
+
+class Monitor:
+    """Measures an encoder on the same images, in the same views, every time."""
+
+    def __init__(self, experiment: Experiment, splits: DataSplits, device: torch.device, workers: int) -> None:
+        limits = experiment.monitoring
+        self.experiment = experiment
+        self.device = device
+        self.workers = workers
+        self.health = _spread(splits.train, limits.health_images)
+        self.bank = _spread(splits.bank, limits.bank_images) if splits.bank is not None else None
+        self.queries = _spread(splits.test, limits.query_images) if splits.test is not None else None
+        self._kept: dict[str, list[Batch]] = {}
+
+    def measure(self, encoder: Encoder) -> dict[str, float]:
+        """Named numbers about the encoder, which is left as it was."""
+        return self._label_free(encoder) | self._knn(encoder)
+
+    def _label_free(self, encoder: Encoder) -> dict[str, float]:
+        # Two views of each image, always those of one fixed epoch, so that only the encoder changes between two calls.
+        batches = list(self._once("health", self.health, lambda: self._health_views().epoch(0)))
+        first, second = (
+            self._extract(encoder, (replace(batch, views=batch.views[view : view + 1]) for batch in batches))[0]
+            for view in (0, 1)
+        )  # [N, D] each, unit rows
+        return {
+            "alignment": alignment(first, second),
+            "uniformity": uniformity(first),
+            "effective_rank": effective_rank(first),
+            "mean_norm": mean_norm(first),
+        }
+
+    def _health_views(self) -> ViewLoader:
+        return ViewLoader(
+            self.health,
+            self.experiment.views,
+            views=2,
+            batch_size=min(256, len(self.health)),
+            seed=self.experiment.seed,
+            workers=self.workers,
+        )
+
+    def _knn(self, encoder: Encoder) -> dict[str, float]:
+        if self.bank is None:
+            return {}
+        classes = len(self.bank.classes)
+        bank, bank_labels = self._labelled_features(encoder, "bank", self.bank)
+        if self.queries is None:  # nothing is held out: each image asks all the others
+            result = knn_accuracy(bank, bank_labels, bank, bank_labels, classes=classes, exclude_self=True)
+        else:
+            queries, labels = self._labelled_features(encoder, "queries", self.queries)
+            result = knn_accuracy(bank, bank_labels, queries, labels, classes=classes)
+        return {"knn_top1": result.top1, "knn_top5": result.top5}
+
+    def _labelled_features(self, encoder: Encoder, name: str, source: ImageSource) -> tuple[Tensor, Tensor]:
+        assert source.labels is not None
+        size = self.experiment.views.size
+        batches = self._once(name, source, lambda: plain_batches(source, size, batch_size=256, workers=self.workers))
+        features, images = self._extract(encoder.backbone, batches)  # [N, F], [N]
+        return features, torch.from_numpy(source.labels)[images]
+
+    def _once(self, name: str, source: ImageSource, make: Callable[[], Iterator[Batch]]) -> Iterable[Batch]:
+        """The batches that `make` makes, kept for the next time if they take little memory."""
+        if name in self._kept:
+            return self._kept[name]
+        if 2 * len(source) * 3 * self.experiment.views.size**2 > KEPT_BYTES:
+            return make()
+        self._kept[name] = list(make())
+        return self._kept[name]
+
+    def _extract(self, network: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+        return extract(network, batches, lambda views: normalise(views, self.experiment.views), self.device)
+
+
+def _spread(source: ImageSource, limit: int) -> ImageSource:
+    """At most `limit` images, evenly spread over the source, so that every class of a sorted folder is there."""
+    if len(source) <= limit:
+        return source
+    return source.subset(np.arange(limit) * len(source) // limit)

@@ -1,0 +1,280 @@
+"""A whole run: from an experiment and images to a folder with a backbone in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from co2.checkpoint import BACKBONE, read_checkpoint, save_backbone, write_checkpoint
+from co2.config import Experiment
+from co2.data.open import DataSplits, open_data
+from co2.data.source import ImageSource
+from co2.engine.advice import Advisor
+from co2.engine.monitor import Monitor
+from co2.engine.progress import Display, choose_display
+from co2.engine.records import BAD_IMAGES, Records, prepare_folder
+from co2.engine.trainer import MEASURED, Trainer
+from co2.errors import UserError
+from co2.views.loader import Batch, ViewLoader
+
+BAD_SHARE = 0.1  # a data set with more unreadable images than this is not what the user thinks it is
+
+
+class Stopped(Exception):  # noqa: N818 - it is what the user asked for, not an error
+    """The run was asked to stop, by Ctrl-C or by the system, and has written a checkpoint."""
+
+    def __init__(self, run: Path, step: int, signal_number: int) -> None:
+        super().__init__(f"Stopped after step {step:,}. Everything is in {run}; go on with --resume.")
+        self.signal_number = signal_number
+
+
+def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str | Path | None = None) -> Path:
+    """Pre-train a backbone and return the run folder.
+
+    Args:
+        experiment: a recipe, for instance `co2.recipes.co2_v2()`, edited or not.
+        data: where the images are, if the experiment does not say it already.
+        out: the run folder, likewise.
+    """
+    if data is not None:
+        experiment = experiment.edit(data=str(data))
+    run = Path(out or experiment.out or Path("runs", f"{experiment.recipe}-s{experiment.seed}"))
+    experiment = experiment.edit(out=str(run))
+    device = choose_device(experiment.device)
+    splits = open_data(experiment.data)
+    _check_sizes(experiment, splits.train)
+    checkpoint = prepare_folder(run, experiment)
+    Run(experiment, splits, device, run, checkpoint).execute()
+    return run
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that the user named, if it is there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"There is no device '{name}'. Use cpu, cuda, cuda:1 or auto.") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"The device '{name}' is not supported. Use cpu, cuda, cuda:1 or auto.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("No CUDA GPU is available to torch. Use --device cpu, or leave --device out.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"There is no {name}: this machine has {torch.cuda.device_count()} GPU(s), counted from 0.")
+    return device
+
+
+def _check_sizes(experiment: Experiment, train: ImageSource) -> None:
+    images = len(train)
+    if experiment.batch_size > images:
+        raise UserError(
+            f"A batch of {experiment.batch_size} is larger than the data set of {images} images. "
+            f"Use --batch-size {max(2, images // 4)} or less, or more images."
+        )
+
+
+def choose_workers(asked: int) -> int:
+    """Processes that prepare images; on the machine's own advice, one core is left for the training loop."""
+    if asked >= 0:
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(16, cores - 1)
+
+
+class Run:
+    """The loop: steps, measurements, records and checkpoints."""
+
+    def __init__(
+        self, experiment: Experiment, splits: DataSplits, device: torch.device, folder: Path, checkpoint: Path | None
+    ) -> None:
+        self.experiment = experiment
+        self.folder = folder
+        self.train = splits.train
+        workers = choose_workers(experiment.workers)
+        self.loader = ViewLoader(
+            splits.train,
+            experiment.views,
+            views=1 if experiment.negatives.source == "memory-bank" else 2,
+            batch_size=experiment.batch_size,
+            seed=experiment.seed,
+            workers=workers,
+        )
+        self.steps_per_epoch = self.loader.batches_per_epoch
+        steps = experiment.epochs * self.steps_per_epoch
+        self.trainer = Trainer(experiment, len(splits.train), steps, device)
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        self.monitor = Monitor(experiment, splits, device, workers)
+        self.records = Records(folder, self.trainer.step)
+        self.advisor = Advisor(experiment, any(isinstance(m, _BatchNorm) for m in self.trainer.mechanism.modules()))
+        self.display: Display = choose_display(experiment.epochs, steps, self.trainer.step)
+        self._introduce(splits, device)
+
+    def execute(self) -> None:
+        """Train from where the trainer stands to the end, and write the backbone."""
+        try:
+            with _stop_requests() as requested:
+                if self.trainer.step == 0:
+                    self._measure(0)
+                while self.trainer.step < self.trainer.steps:
+                    self._epoch(self.trainer.step // self.steps_per_epoch, requested)
+            save_backbone(self.folder / BACKBONE, self.trainer.mechanism.encoder.backbone, self.experiment)
+        finally:
+            self.records.close()
+            self.display.close()
+
+    def _epoch(self, number: int, stop_requested: list[int]) -> None:
+        """Train epoch `number`, counted from 0, or what is left of it."""
+        interval = Interval()
+        checkpoint_due = time.monotonic() + 60 * self.experiment.monitoring.checkpoint_minutes
+        batches = self.loader.epoch(number, first_batch=self.trainer.step % self.steps_per_epoch)
+        for batch in interval.waiting_for(batches):
+            self._note_bad(batch)
+            learning_rate = self.trainer.learning_rate()
+            interval.add(self.trainer.train_step(batch), len(batch.indices))
+            step = self.trainer.step
+            epoch_done = step % self.steps_per_epoch == 0
+            if step % self.experiment.monitoring.log_every == 0 or epoch_done:
+                self._log(interval, learning_rate)
+            if epoch_done:
+                self._measure(number + 1)
+            if epoch_done or stop_requested or time.monotonic() > checkpoint_due:
+                write_checkpoint(self.folder, self.trainer.state(), step)
+                checkpoint_due = time.monotonic() + 60 * self.experiment.monitoring.checkpoint_minutes
+            if stop_requested:
+                raise Stopped(self.folder, step, stop_requested[0])
+
+    def _log(self, interval: Interval, learning_rate: float) -> None:
+        values = interval.averages() | {"learning_rate": learning_rate}
+        self._record("train", values)
+        self.display.interval(self.trainer.step, values)
+        self._advise(self.advisor.after_interval(self.trainer.step, values))
+
+    def _measure(self, epochs_done: int) -> None:
+        every = self.experiment.monitoring.evaluate_every
+        if epochs_done % every and epochs_done != self.experiment.epochs:
+            self.display.epoch(epochs_done, {})
+            return
+        values = self.monitor.measure(self.trainer.mechanism.encoder)
+        self._record("epoch", values)
+        self.display.epoch(epochs_done, values)
+        if epochs_done:
+            self._advise(self.advisor.after_epoch(values))
+
+    def _advise(self, advice: list[str]) -> None:
+        for text in advice:
+            self.display.say(text)
+            self._record("advice", {"text": text})
+
+    def _record(self, kind: str, values: Mapping[str, float | str]) -> None:
+        self.records.write(kind, self.trainer.step, self.trainer.step / self.steps_per_epoch, values)
+
+    def _note_bad(self, batch: Batch) -> None:
+        if not batch.bad or not self.records.note_bad(batch.bad, self.train):
+            return
+        count, images = len(self.records.bad), len(self.train)
+        index, reason = batch.bad[-1]
+        if count > BAD_SHARE * images:
+            write_checkpoint(self.folder, self.trainer.state(), self.trainer.step)
+            raise UserError(
+                f"{count} of {images} images cannot be read, the last one {self.train.describe(index)} ({reason}). "
+                f"That is more than a tenth: look at {self.folder / BAD_IMAGES}, repair or remove them, and go on with "
+                "--resume."
+            )
+        self.display.say(
+            f"Skipped an image that cannot be read: {self.train.describe(index)} ({reason}). "
+            f"{count} so far, all in {self.folder / BAD_IMAGES}."
+        )
+
+    def _restore(self, checkpoint: Path) -> None:
+        state = read_checkpoint(checkpoint)
+        if state["images"] != len(self.train):
+            raise UserError(
+                f"The run in {self.folder} was trained on {state['images']:,} images, and {self.experiment.data} has "
+                f"{len(self.train):,}. Resume with the data it was started with."
+            )
+        self.trainer.restore(state)
+
+    def _introduce(self, splits: DataSplits, device: torch.device) -> None:
+        experiment, trainer = self.experiment, self.trainer
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+        self.display.say(
+            f"{experiment.recipe}: {splits.description}; {experiment.encoder.backbone}, {experiment.epochs} epochs of "
+            f"{self.steps_per_epoch:,} steps, batch {experiment.batch_size}, on {name}. Writing to {self.folder}."
+        )
+        if trainer.step:
+            self.display.say(f"Going on from step {trainer.step:,} of {trainer.steps:,}.")
+        if experiment.negatives.source == "queue" and experiment.negatives.size > len(self.train):
+            self.display.say(
+                f"Note: the queue holds {experiment.negatives.size:,} keys and the data set only {len(self.train):,} "
+                "images, so every image meets older keys of itself as negatives. "
+                f"--negatives.size {max(1, len(self.train) // 2)} or less avoids it."
+            )
+
+
+class Interval:
+    """Averages between two lines of the log. Measurements stay on the device until they are asked for."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.waited = 0.0
+        self.images = 0
+        self.steps = 0
+        self.total: Tensor | None = None  # [5], the sum of what `MEASURED` names
+
+    def waiting_for(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches, with the time spent waiting for them counted."""
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            self.waited += time.perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
+
+    def add(self, measured: Tensor, images: int) -> None:
+        """Count one step."""
+        self.total = measured if self.total is None else self.total + measured
+        self.images += images
+        self.steps += 1
+
+    def averages(self) -> dict[str, float]:
+        """What is written to the log; then counting starts anew."""
+        assert self.total is not None
+        values = dict(zip(MEASURED, (self.total / self.steps).tolist(), strict=True))  # waits for the device
+        elapsed = time.perf_counter() - self.started
+        values |= {"images_per_second": self.images / elapsed, "waiting": self.waited / elapsed}
+        self.started, self.waited, self.images, self.steps, self.total = time.perf_counter(), 0.0, 0, 0, None
+        return values
+
+
+@contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM end up in the list instead of ending the program in the middle of a step."""
+    requests: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield requests  # signals are the main thread's business
+        return
+
+    def request(number: int, frame: FrameType | None) -> None:
+        if requests:  # asked twice: the user does not want to wait
+            raise KeyboardInterrupt
+        requests.append(number)
+
+    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield requests
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,100 @@
+"""What the user sees while a run goes on: a progress bar on a terminal, quiet lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Display(Protocol):
+    """Where a run reports to."""
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+
+    def interval(self, step: int, values: Mapping[str, float]) -> None:
+        """The averages of a logging interval."""
+
+    def epoch(self, number: int, values: Mapping[str, float]) -> None:
+        """The measurements at the end of an epoch."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+class Bar:
+    """For people at a terminal."""
+
+    def __init__(self, epochs: int, steps: int, first_step: int) -> None:
+        self.epochs = epochs
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=Console(highlight=False),
+        )
+        self.task = self.progress.add_task("Pre-training", total=steps, completed=first_step, numbers="")
+        self.progress.start()
+
+    def say(self, text: str) -> None:
+        self.progress.console.print(escape(text))
+
+    def interval(self, step: int, values: Mapping[str, float]) -> None:
+        numbers = (
+            f"L_ins {values['instance']:.3f}  L_con {values['consistency']:.3f}  "
+            f"found {values['top1']:.1%}  {values['images_per_second']:,.0f} images/s"
+        )
+        self.progress.update(self.task, completed=step, numbers=numbers)
+
+    def epoch(self, number: int, values: Mapping[str, float]) -> None:
+        self.progress.console.print(epoch_line(number, self.epochs, values))
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+class Lines:
+    """For log files: a line at the end of each epoch."""
+
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+        self.latest: Mapping[str, float] = {}
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def interval(self, step: int, values: Mapping[str, float]) -> None:
+        self.latest = values
+
+    def epoch(self, number: int, values: Mapping[str, float]) -> None:
+        print(epoch_line(number, self.epochs, {**self.latest, **values}), flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+def epoch_line(number: int, epochs: int, values: Mapping[str, float]) -> str:
+    """An epoch in one line."""
+    parts = [f"epoch {number}/{epochs}"]
+    if "instance" in values:
+        parts.append(f"L_ins {values['instance']:.3f}  L_con {values['consistency']:.3f}  found {values['top1']:.1%}")
+    if "effective_rank" in values:
+        parts.append(f"effective rank {values['effective_rank']:.1f}")
+    if "knn_top1" in values:
+        parts.append(f"kNN {values['knn_top1']:.1%}")
+    if "images_per_second" in values:
+        parts.append(f"{values['images_per_second']:,.0f} images/s, {values['waiting']:.0%} waiting for data")
+    return "   ".join(parts)
+
+
+def choose_display(epochs: int, steps: int, first_step: int) -> Display:
+    """A bar where somebody is looking, lines where not."""
+    return Bar(epochs, steps, first_step) if sys.stdout.isatty() else Lines(epochs)
