@@ -1,0 +1,120 @@
+"""The tables of the page: the outcome of each network, and the settings of each run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from co2.config import flatten
+from co2.report.curves import swatch_html
+from co2.report.runs import RunRecord
+from co2.report.story import Untrained, differing_settings, percent
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row of the table: a network and where it ended. None where a number does not exist."""
+
+    network: str
+    knn_top1: float | None = None
+    instance: float | None = None
+    consistency: float | None = None
+    top1: float | None = None
+    effective_rank: float | None = None
+    seconds: float | None = None
+    series: int | None = None
+    """The run's place on the page, which decides its colour."""
+
+
+@dataclass(frozen=True)
+class _Column:
+    heading: str  # HTML
+    value: Callable[[Outcome], float | None]
+    shown: Callable[[float], str]
+
+
+_COLUMNS = (
+    _Column("kNN accuracy", lambda outcome: outcome.knn_top1, percent),
+    _Column("final L<sub>ins</sub>", lambda outcome: outcome.instance, lambda value: f"{value:.3f}"),
+    _Column("final L<sub>con</sub>", lambda outcome: outcome.consistency, lambda value: f"{value:.3f}"),
+    _Column("instance accuracy", lambda outcome: outcome.top1, percent),
+    _Column("effective rank", lambda outcome: outcome.effective_rank, lambda value: f"{value:.1f}"),
+    _Column("time", lambda outcome: outcome.seconds, lambda value: duration(value)),
+)
+
+
+def outcomes(runs: Sequence[RunRecord], untrained: Untrained | None) -> list[Outcome]:
+    """The rows of the table: the untrained network, where it was measured, and every run."""
+    rows = []
+    if untrained is not None:
+        rows.append(Outcome("untrained", untrained.knn_top1, effective_rank=untrained.effective_rank))
+    for series, run in enumerate(runs):
+        rows.append(
+            Outcome(
+                network=run.name,
+                knn_top1=run.latest("knn_top1"),
+                instance=run.final("instance"),
+                consistency=run.final("consistency"),
+                top1=run.final("top1"),
+                effective_rank=run.latest("effective_rank"),
+                seconds=run.seconds,
+                series=series,
+            )
+        )
+    return rows
+
+
+def outcome_table(rows: Sequence[Outcome]) -> str:
+    """The table as HTML, without the columns that nobody has a number for."""
+    columns = [column for column in _COLUMNS if any(column.value(row) is not None for row in rows)]
+    head = "".join(f'<th scope="col">{column.heading}</th>' for column in columns)
+    body = "\n".join(
+        f'<tr><th scope="row">{"" if row.series is None else swatch_html(row.series) + " "}{escape(row.network)}</th>'
+        + "".join(_cell(column, row) for column in columns)
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="scroll"><table class="outcome">\n<thead><tr><th scope="col">network</th>{head}</tr></thead>\n'
+        f"<tbody>\n{body}\n</tbody>\n</table></div>"
+    )
+
+
+def settings_table(runs: Sequence[RunRecord]) -> str:
+    """Every setting of every run; those that are not the same in all of them are marked."""
+    flat = [flatten(run.experiment) for run in runs]
+    differing = set(differing_settings(runs))
+    head = "".join(f'<th scope="col">{escape(run.name)}</th>' for run in runs)
+    body = "\n".join(
+        ('<tr class="differs">' if name in differing else "<tr>")
+        + f'<th scope="row">{escape(name)}{" <b>differs</b>" if name in differing else ""}</th>'
+        + "".join(f"<td>{escape(_setting(settings[name]))}</td>" for settings in flat)
+        + "</tr>"
+        for name in flat[0]
+    )
+    return (
+        f'<div class="scroll"><table class="settings">\n<thead><tr><th scope="col">setting</th>{head}</tr></thead>\n'
+        f"<tbody>\n{body}\n</tbody>\n</table></div>"
+    )
+
+
+def duration(seconds: float) -> str:
+    """A time that people can read: 74 s, 12 min, 3 h 20 min."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _cell(column: _Column, row: Outcome) -> str:
+    value = column.value(row)
+    return '<td class="missing">–</td>' if value is None else f"<td>{column.shown(value)}</td>"
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return ", ".join(_setting(part) for part in value) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "not set" if value in (None, "") else f"{value:.6g}" if isinstance(value, float) else str(value)
