@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
+
+import tyro
 
 from co2.encoders.specification import EncoderSpecification
 from co2.engine.specification import MonitoringSpecification, OptimisationSpecification
@@ -21,7 +23,7 @@ CIRCUMSTANCES = ("data", "out", "resume", "device", "workers")
 class Experiment:
     """A pre-training run. Recipes are values of this type; every field can be set on the command line."""
 
-    recipe: str = "moco-v2"
+    recipe: Annotated[str, tyro.conf.Suppress] = "moco-v2"  # not a flag: it is the command line's first word
     """Name of the recipe this experiment started from."""
     data: str = "shapes"
     """A folder of images (with or without class sub-folders), a text file that lists them, a CIFAR-10/100 or STL-10

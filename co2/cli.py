@@ -1,0 +1,212 @@
+"""The command line: parse, build, run.
+
+Each command imports what it needs when it runs, so that help and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from co2.errors import UserError, did_you_mean
+
+USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(words)
+    except UserError as error:
+        print(f"co2: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("co2: interrupted.", file=sys.stderr)
+        return 130
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if words[0] == "--version":
+        from co2 import __version__
+
+        print(__version__)
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        raise UserError(f"There is no command '{name}'.{did_you_mean(name, COMMANDS)} `co2 --help` lists them all.")
+    return COMMANDS[name].run(rest) or 0
+
+
+def _overview() -> str:
+    width = max(len(command.usage) for command in COMMANDS.values())
+    lines = [f"  {command.usage:<{width}}  {command.summary}" for command in COMMANDS.values()]
+    return "\n".join(
+        [
+            "co2: pre-train a vision backbone from unlabelled images, by contrastive learning with a consistency term.",
+            "",
+            "usage: co2 COMMAND ...",
+            "",
+            *lines,
+            "",
+            "`co2 COMMAND --help` tells all about one. A first try without any data: co2 demo",
+        ]
+    )
+
+
+def _pretrain(words: list[str]) -> int:
+    from co2 import recipes
+    from co2.config import Experiment
+
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: co2 pretrain RECIPE --data PATH --out DIR [--epochs N] [--batch-size N] ...\n")
+        _recipes([])
+        print("\n`co2 pretrain RECIPE --help` lists every setting of a recipe with its value.")
+        return 0
+    if words[0].startswith("-"):
+        raise UserError("Name the recipe first: co2 pretrain RECIPE --data PATH. `co2 recipes` lists them all.")
+    experiment = tyro.cli(
+        tyro.conf.configure(tyro.conf.AvoidSubcommands)(Experiment),
+        args=words[1:],
+        default=recipes.get(words[0]),
+        prog=f"co2 pretrain {words[0]}",
+        description=recipes.RECIPES[words[0]].summary + ".",
+    )
+
+    from co2.engine.pretrain import Stopped, pretrain
+
+    try:
+        run = pretrain(experiment)
+    except Stopped as stop:
+        print(stop)
+        return 128 + stop.signal_number
+    print(f"\nDone. The backbone is in {run}. Three lines load it:\n")
+    print(f"    import co2\n    backbone = co2.load_backbone({str(run)!r})")
+    print("    features = backbone(images)  # [N, 3, H, W] normalised images in, pooled features out\n")
+    return 0
+
+
+def _recipes(words: list[str]) -> int:
+    """List the recipes, or print one."""
+    from co2 import recipes
+
+    if words and words[0] in ("-h", "--help"):
+        print("usage: co2 recipes [NAME]\n\nWithout NAME, a table of all recipes; with it, every setting of that one.")
+        return 0
+    if words:
+        print(recipes.get(words[0]).to_json(), end="")
+        return 0
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("recipe", "what it is", "backbone", "negatives", "tau_ins", "alpha", "tau_con", "epochs", "batch"):
+        table.add_column(heading, no_wrap=heading in ("recipe", "backbone"))
+    for recipe in recipes.RECIPES.values():
+        experiment = recipe.build()
+        objective, negatives = experiment.objective, experiment.negatives
+        in_batch = negatives.source == "in-batch"
+        table.add_row(
+            recipe.name,
+            recipe.summary,
+            experiment.encoder.backbone.split("/")[1],
+            f"{negatives.source} {2 * experiment.batch_size - 2 if in_batch else negatives.size:,}",
+            f"{objective.tau_instance:g}",
+            f"{objective.alpha:g}" if objective.alpha else "-",
+            f"{objective.tau_consistency:g}" if objective.alpha else "-",
+            str(experiment.epochs),
+            f"{experiment.batch_size:,}",
+        )
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    return 0
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """Pre-train MoCo and MoCo + CO2 side by side on rendered shapes, and look at a page that compares them."""
+
+    out: str = "demo"
+    """Folder for the two runs and the page; an earlier demo in it is replaced."""
+    epochs: int | None = None
+    """Epochs of each run; by default what takes two or three minutes on two cores."""
+    seed: int = 0
+    """Both runs start from it."""
+
+
+def _demo(words: list[str]) -> int:
+    settings = tyro.cli(DemoSettings, args=words, prog="co2 demo")
+    from co2.demo import demo
+
+    demo(settings.out, epochs=settings.epochs, seed=settings.seed)
+    return 0
+
+
+@dataclass(frozen=True)
+class ShapesSettings:
+    """Write pictures of coloured, textured shapes, with their classes, boxes and masks."""
+
+    destination: Annotated[str, tyro.conf.Positional]
+    """Folder to write; must be empty or not exist."""
+    layout: Literal["folder", "voc"] = "folder"
+    """folder: train/ and val/ with a sub-folder for each class. voc: PASCAL VOC 2012 with boxes and masks."""
+    count: int = 2000
+    """Pictures in all."""
+    size: int = 64
+    """Side of each, in pixels."""
+    seed: int = 0
+    """Another seed gives other pictures."""
+
+
+def _data(words: list[str]) -> int:
+    kinds = ("shapes",)
+    if not words or words[0] in ("-h", "--help"):
+        print(
+            "usage: co2 data shapes DESTINATION [--layout folder|voc] [--count N] [--size N] [--seed N]\n\n"
+            "  shapes   write pictures that co2 renders, in ImageFolder or PASCAL VOC layout"
+        )
+        return 0
+    if words[0] not in kinds:
+        raise UserError(f"There is no command 'data {words[0]}'.{did_you_mean(words[0], kinds)} Use `co2 data shapes`.")
+    settings = tyro.cli(ShapesSettings, args=words[1:], prog="co2 data shapes")
+
+    from rich.progress import track
+
+    from co2.data.shapes import write_shapes
+
+    for _ in track(write_shapes(**dataclasses.asdict(settings)), description="Writing", total=settings.count):
+        pass
+    print(f"Wrote {settings.count:,} pictures of shapes to {settings.destination}.")
+    return 0
+
+
+@dataclass(frozen=True)
+class Command:
+    """A word after `co2`."""
+
+    usage: str
+    summary: str
+    run: Callable[[list[str]], int]
+
+
+COMMANDS: dict[str, Command] = {
+    "pretrain": Command("pretrain RECIPE", "pre-train a backbone on your images", _pretrain),
+    "recipes": Command("recipes [NAME]", "what each recipe is, in a table; or all settings of one", _recipes),
+    "demo": Command("demo", "MoCo and MoCo + CO2 side by side, in minutes, on any computer", _demo),
+    "data": Command("data shapes DEST", "write pictures to try things on", _data),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

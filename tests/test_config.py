@@ -1,0 +1,79 @@
+import json
+
+import pytest
+
+import co2
+from co2 import recipes
+from co2.config import differences
+
+
+def test_the_learning_rate_follows_the_batch_size_unless_it_is_set():
+    recipe = recipes.moco_v2()
+    assert recipe.edit(batch_size=1024).learning_rate == pytest.approx(0.12)
+    assert recipe.edit(batch_size=1024, optimisation={"learning_rate": 0.5}).learning_rate == 0.5
+
+
+def test_edit_reaches_nested_settings_and_leaves_the_rest():
+    edited = recipes.co2_v2().edit(epochs=7, objective={"alpha": 2.0})
+    assert (edited.epochs, edited.objective.alpha, edited.objective.tau_consistency) == (7, 2.0, 0.05)
+
+
+def test_edit_refuses_a_setting_that_does_not_exist():
+    with pytest.raises(co2.UserError, match="Did you mean 'epochs'"):
+        recipes.co2_v2().edit(epoch=7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 0}, "epochs"),
+        ({"batch_size": 1}, "batch statistics"),
+        ({"seed": -1}, "seed"),
+        ({"workers": -2}, "workers"),
+        ({"objective": {"alpha": -1.0}}, "alpha"),
+        ({"objective": {"alpha": float("nan")}}, "alpha"),
+        ({"objective": {"tau_instance": 0.0}}, "above 0"),
+        ({"objective": {"tau_consistency": -0.1}}, "above 0"),
+        ({"objective": {"label_smoothing": 1.0}}, "label_smoothing"),
+        ({"negatives": {"size": 0}}, "size"),
+        ({"negatives": {"momentum": 1.0}}, "momentum"),
+        ({"negatives": {"source": "in-batch", "symmetric": True}}, "symmetric"),
+        ({"encoder": {"groups": 1}}, "one group of batch statistics"),
+        ({"encoder": {"groups": 200}}, "cannot be split into 200 groups"),
+        ({"encoder": {"dimension": 0}}, "dimension"),
+        ({"optimisation": {"learning_rate": 0.0}}, "learning_rate"),
+        ({"optimisation": {"weight_decay": -1.0}}, "weight_decay"),
+        ({"optimisation": {"milestones": (120.0, 160.0)}}, "0.6 for epoch 120"),
+        ({"monitoring": {"log_every": 0}}, "log_every"),
+        ({"views": {"size": 2}}, "too small"),
+        ({"views": {"crop_scale": (0.5, 0.2)}}, "crop_scale"),
+        ({"views": {"crop_scale": (0.5, 1.2)}}, "at most 1"),
+        ({"views": {"grey_probability": 1.5}}, "probability"),
+        ({"views": {"jitter": (0.4, 0.4, 0.4, 0.7)}}, "hue"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_with_a_reason(changes, message):
+    with pytest.raises(co2.UserError, match=message):
+        recipes.moco_v2().edit(**changes)
+
+
+def test_one_group_is_fine_where_no_keys_are_shuffled():
+    recipes.moco_v2().edit(encoder={"groups": 1, "shuffle_keys": False})
+
+
+def test_differences_name_settings_and_leave_circumstances_aside():
+    ours = recipes.co2_v2()
+    theirs = ours.edit(out="elsewhere", device="cpu", workers=3, resume=True, data="moved")
+    assert differences(ours, theirs) == []
+    theirs = theirs.edit(epochs=3, objective={"alpha": 1.0})
+    assert differences(ours, theirs) == [
+        "epochs: 3 in the run folder, 200 asked for",
+        "objective.alpha: 1.0 in the run folder, 0.3 asked for",
+    ]
+
+
+def test_settings_of_another_version_are_refused_by_name():
+    plain = json.loads(recipes.co2_v2().to_json())
+    plain["objective"]["gamma"] = 1
+    with pytest.raises(co2.UserError, match="gamma"):
+        co2.Experiment.from_json(json.dumps(plain))

@@ -1,0 +1,91 @@
+"""The layout of the house: data flows one way, and imports point the same way."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import co2
+
+PACKAGE = Path(co2.__file__).parent
+
+# A room may import from itself and from the rooms before it.
+ORDER = [
+    "errors",
+    "philox",
+    "data",
+    "views",
+    "encoders",
+    "objective",
+    "measures",
+    "config",
+    "recipes",
+    "checkpoint",
+    "engine",
+    "evaluation",
+    "report",
+    "bench",
+    "demo",
+    "cli",
+]
+
+
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("co2"):
+            names = [f"co2.{alias.name}" for alias in node.names] if node.module == "co2" else [node.module]
+            yield from names
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("co2"))
+
+
+def room(module):
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_room_reaches_into_a_later_one(path):
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert own in ORDER, f"{own} has no place in the house: add it to ORDER and to the README's tree"
+    for module in imported_modules(path):
+        if module.endswith(".specification"):
+            continue  # plain data that the configuration nests; it imports nothing but errors
+        if room(module) and room(module) != "__version__":
+            assert ORDER.index(room(module)) <= ORDER.index(own), f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("specification.py")), ids=lambda path: path.parent.name)
+def test_specifications_import_nothing_heavy(path):
+    assert set(imported_modules(path)) <= {"co2.errors"}
+    assert "torch" not in {name.split(".")[0] for name in _all_imports(path)}
+
+
+def _all_imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_help_and_recipes_do_not_import_torch():
+    code = (
+        "import sys\nfrom co2.cli import main\n"
+        "main(['--help']); main(['recipes']); main(['pretrain', '--help'])\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'heavy imports'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_every_public_name_can_be_imported():
+    for name in co2.__all__:
+        assert getattr(co2, name) is not None
+    assert callable(co2.pretrain)
+    with pytest.raises(AttributeError):
+        co2.nothing_of_that_name  # noqa: B018

@@ -1,0 +1,126 @@
+"""The recipes against the table of the paper's appendix A.1, number by number."""
+
+import dataclasses
+
+import pytest
+
+import co2
+from co2 import recipes
+from co2.engine.schedule import learning_rate
+
+
+@pytest.mark.parametrize(
+    ("recipe", "head", "tau_instance", "alpha", "tau_consistency"),
+    [
+        (recipes.moco_v1, "linear", 0.07, 0.0, 0.04),
+        (recipes.co2_v1, "linear", 0.07, 10.0, 0.04),
+        (recipes.moco_v2, "mlp", 0.2, 0.0, 0.05),
+        (recipes.co2_v2, "mlp", 0.2, 0.3, 0.05),
+    ],
+)
+def test_the_papers_settings(recipe, head, tau_instance, alpha, tau_consistency):
+    experiment = recipe()
+    assert experiment.encoder.backbone == "torchvision/resnet50"
+    assert experiment.encoder.head == head
+    assert experiment.encoder.hidden is None  # as wide as the backbone's features: 2048
+    assert experiment.encoder.dimension == 128
+    assert experiment.encoder.stem == "standard"
+    assert (experiment.batch_size, experiment.encoder.groups, experiment.encoder.shuffle_keys) == (256, 4, True)
+    assert experiment.objective.tau_instance == tau_instance
+    assert experiment.objective.alpha == alpha
+    assert experiment.objective.tau_consistency == tau_consistency
+    assert experiment.objective.label_smoothing == 0
+    assert experiment.negatives.source == "queue"
+    assert (experiment.negatives.size, experiment.negatives.momentum) == (65_536, 0.999)
+    assert (experiment.optimisation.optimiser, experiment.optimisation.momentum) == ("sgd", 0.9)
+    assert experiment.optimisation.weight_decay == 1e-4
+    assert experiment.learning_rate == pytest.approx(0.03)
+    assert experiment.epochs == 200
+    assert experiment.views.size == 224
+
+
+def test_moco_v1_drops_the_learning_rate_after_epochs_120_and_160_of_200():
+    experiment = recipes.co2_v1()
+    rates = [learning_rate(experiment.optimisation, experiment.learning_rate, epoch, 200) for epoch in range(200)]
+    assert rates[:120] == pytest.approx([0.03] * 120)
+    assert rates[120:160] == pytest.approx([0.003] * 40)
+    assert rates[160:] == pytest.approx([0.0003] * 40)
+
+
+def test_moco_v2_follows_a_cosine():
+    experiment = recipes.co2_v2()
+    rates = [learning_rate(experiment.optimisation, experiment.learning_rate, step, 100) for step in (0, 50, 99)]
+    assert rates[0] == pytest.approx(0.03)
+    assert rates[1] == pytest.approx(0.015)
+    assert 0 < rates[2] < 0.0001
+
+
+def test_views_of_moco_v1_and_v2():
+    v1, v2 = recipes.moco_v1().views, recipes.moco_v2().views
+    assert v1.crop_scale == v2.crop_scale == (0.2, 1.0)
+    assert (v1.jitter, v1.jitter_probability, v1.grey_first) == ((0.4, 0.4, 0.4, 0.4), 1.0, True)
+    assert (v2.jitter, v2.jitter_probability, v2.grey_first) == ((0.4, 0.4, 0.4, 0.1), 0.8, False)
+    assert (v1.blur_probability, v2.blur_probability, v2.blur_sigma) == (0.0, 0.5, (0.1, 2.0))
+    assert v1.grey_probability == v2.grey_probability == 0.2
+
+
+@pytest.mark.parametrize("recipe", [recipes.moco_small, recipes.co2_small])
+def test_small_recipes(recipe):
+    experiment = recipe()
+    assert experiment.encoder.backbone == "torchvision/resnet18"
+    assert experiment.encoder.stem == "small"
+    assert (experiment.negatives.size, experiment.negatives.momentum) == (4096, 0.99)
+    assert experiment.negatives.symmetric is False
+    assert experiment.objective.tau_instance == 0.1
+    assert (experiment.batch_size, experiment.learning_rate) == (512, pytest.approx(0.06))
+    assert (experiment.optimisation.weight_decay, experiment.optimisation.schedule) == (5e-4, "cosine")
+    assert experiment.epochs == 200
+    assert experiment.views.blur_probability == 0
+
+
+def test_simclr_and_insdisc_after_their_papers():
+    simclr, insdisc = recipes.simclr(), recipes.insdisc()
+    assert (simclr.batch_size, simclr.epochs, simclr.objective.tau_instance) == (4096, 100, 0.1)
+    assert (simclr.optimisation.optimiser, simclr.optimisation.weight_decay) == ("lars", 1e-6)
+    assert simclr.learning_rate == pytest.approx(0.3 * 4096 / 256)
+    assert simclr.optimisation.warm_up * simclr.epochs == pytest.approx(10)
+    assert (insdisc.negatives.source, insdisc.negatives.size, insdisc.negatives.momentum) == ("memory-bank", 4096, 0.5)
+    assert insdisc.objective.tau_instance == 0.07
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_each_recipe_carries_its_name_and_survives_json(name):
+    experiment = recipes.get(name)
+    assert experiment.recipe == name
+    assert co2.Experiment.from_json(experiment.to_json()) == experiment
+
+
+@pytest.mark.parametrize(
+    ("plain", "with_co2"),
+    [
+        ("moco-v1", "co2-v1"),
+        ("moco-v2", "co2-v2"),
+        ("simclr", "co2-simclr"),
+        ("insdisc", "co2-insdisc"),
+        ("moco-small", "co2-small"),
+        ("simclr-small", "co2-simclr-small"),
+        ("insdisc-small", "co2-insdisc-small"),
+        ("demo-moco", "demo-co2"),
+    ],
+)
+def test_co2_changes_nothing_but_alpha(plain, with_co2):
+    ours, theirs = recipes.get(with_co2), recipes.get(plain)
+    assert ours.objective.alpha > 0 == theirs.objective.alpha
+    without = dataclasses.replace(ours, recipe=plain, objective=dataclasses.replace(ours.objective, alpha=0.0))
+    assert without == theirs
+
+
+def test_label_smoothing_changes_nothing_but_label_smoothing():
+    ours = recipes.moco_label_smoothing().edit(recipe="moco-v1", objective={"label_smoothing": 0.0})
+    assert ours == recipes.moco_v1()
+    assert recipes.moco_label_smoothing().objective.label_smoothing == 0.1
+
+
+def test_a_misspelt_recipe_gets_a_hint():
+    with pytest.raises(co2.UserError, match="Did you mean 'co2-small'"):
+        recipes.get("co2-smal")
