@@ -216,7 +216,7 @@ def _data_loader(dataset: Dataset[Any], sampler: _BatchesOfAnEpoch, workers: int
     )
 
 
-def _as_it_is(batch: Batch | UserError) -> Batch | UserError:
+def _as_it_is(batch: Any) -> Any:  # by name, because a worker that is not forked cannot be sent a lambda
     return batch
 
 
@@ -225,7 +225,9 @@ def _checked(loader: DataLoader[Any]) -> Iterator[Batch]:
     try:
         for batch in loader:
             if isinstance(batch, UserError):
-                raise batch
+                # A new one: an error that is also a variable of the frame it remembers is only freed by the garbage
+                # collector, and with it the loader, whose workers then take seconds to end.
+                raise UserError(str(batch))
             yield batch
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
