@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch.func import functional_call
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from co2.encoders.specification import Stem
@@ -75,8 +75,9 @@ def build_backbone(name: str, stem: Stem = "standard", view_size: int = 224, cla
             _remove_classifier(model)
     else:
         known = [f"torchvision/{known_name}" for known_name in torchvision_names()] + [NARROW_RESNET]
+        guess = name if model_name else f"torchvision/{name}"
         raise UserError(
-            f"There is no backbone called '{name}'.{did_you_mean(name, known)}"
+            f"There is no backbone called '{name}'.{did_you_mean(guess, known)}"
             f" Give torchvision/NAME, timm/NAME or {NARROW_RESNET}."
         )
     if stem != "standard":
@@ -110,7 +111,7 @@ def _torchvision_model(name: str, view_size: int, classes: int) -> nn.Module:
         options = {"input_size": (view_size, view_size)}
     try:
         model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes or 1, **options)
-    except (ValueError, RuntimeError) as error:
+    except (AssertionError, ValueError) as error:
         raise _unsuitable_view_size(f"torchvision/{name}", view_size, error) from error
     if classes == 0:
         _remove_classifier(model)
@@ -153,7 +154,7 @@ def _timm_model(name: str, view_size: int, classes: int) -> nn.Module:
         options["img_size"] = view_size
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes, **options)
-    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+    except (AssertionError, TypeError, ValueError) as error:
         raise _unsuitable_view_size(f"timm/{name}", view_size, error) from error
     return model
 
@@ -186,17 +187,18 @@ def _is_resnet(model: nn.Module) -> bool:
 
 
 def _check_view_size(model: nn.Module, name: str, view_size: int) -> None:
-    """Send two imaginary views through the model: shapes only, no arithmetic."""
-    was_training = model.training
+    """Send two views through the model on the meta device: shapes only, no arithmetic."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    imaginary = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors}
+    views = torch.empty(2, 3, view_size, view_size, device="meta")
     model.eval()
     try:
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-            device = next(model.parameters()).device
-            outputs: Tensor = model(torch.empty(2, 3, view_size, view_size, device=device))
+        with torch.no_grad():
+            outputs: Tensor = functional_call(model, imaginary, views)
     except (AssertionError, ValueError, RuntimeError) as error:
         raise _unsuitable_view_size(name, view_size, error) from error
     finally:
-        model.train(was_training)
+        model.train()
     assert outputs.ndim == 2, f"{name} returns {tuple(outputs.shape)} for two images"
 
 

@@ -6,8 +6,7 @@ different companions (He et al. 2020, section 3.3, "Shuffling BN"). With one gro
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +71,11 @@ class GroupedStatistics(_Layer):
         return torch.cat(normalised)  # [N, C, ...]
 
 
-@functools.cache
-def _grouped(kind: type[Any]) -> type[Any]:
-    return type(f"Grouped{kind.__name__}", (GroupedStatistics, kind), {})
+_grouped_kinds: dict[type, type] = {}
+
+
+def _grouped(kind: type) -> type:
+    """The subclass of a BatchNorm class that works in groups: always the same one for the same class."""
+    if kind not in _grouped_kinds:
+        _grouped_kinds[kind] = type(f"Grouped{kind.__name__}", (GroupedStatistics, kind), {})
+    return _grouped_kinds[kind]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -41,9 +43,11 @@ def uniformity(features: Tensor, sharpness: float = 2.0) -> float:
 def effective_rank(features: Tensor, epsilon: float = 1e-7) -> float:
     """RankMe (Garrido et al. 2023, equation 1): how many directions the features [N, D] use, between 1 and min(N, D).
 
-    The exponential of the entropy of the singular values, normalised to sum to one.
+    The exponential of the entropy of the singular values, normalised to sum to one. NaN where a feature is.
     """
     features = features.double()
+    if not features.isfinite().all():
+        return math.nan  # a diverged run is for the caller to report; the eigenvalues would raise
     if len(features) < features.shape[1]:
         features = features.T
     # Squared singular values are the eigenvalues of the smaller Gram matrix; in float64 squaring costs no accuracy

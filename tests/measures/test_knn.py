@@ -1,0 +1,126 @@
+"""kNN against a loop over images, and against scikit-learn."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.neighbors import KNeighborsClassifier
+from torch import Tensor
+
+from co2.measures import knn
+from co2.measures.knn import knn_accuracy, knn_predict, nearest, neighbour_count
+
+CLASSES = 6
+Labelled = tuple[Tensor, Tensor]  # features [N, F] and labels [N]
+
+
+def clouds(images: int, seed: int) -> Labelled:
+    """Overlapping clouds of points, one for each class, around the same centres for every seed."""
+    centres = torch.randn(CLASSES, 8, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(images) % CLASSES
+    return centres[labels] + 1.5 * torch.randn(images, 8, generator=torch.Generator().manual_seed(seed)), labels
+
+
+@pytest.fixture
+def bank() -> Labelled:
+    return clouds(120, seed=1)
+
+
+@pytest.fixture
+def queries() -> Labelled:
+    return clouds(50, seed=2)
+
+
+def loop(bank: Tensor, labels: Tensor, queries: Tensor, k: int, temperature: float, leave_out: bool) -> list[list[int]]:
+    """Every query by itself, in plain Python."""
+    ranked = []
+    for number, query in enumerate(queries.double()):
+        scored = []
+        for row, (feature, label) in enumerate(zip(bank.double(), labels.tolist(), strict=True)):
+            if not (leave_out and row == number):
+                cosine = (feature @ query / (feature.norm() * query.norm())).item()
+                scored.append((cosine, label))
+        votes = [0.0] * CLASSES
+        for cosine, label in sorted(scored, reverse=True)[:k]:
+            votes[label] += math.exp(cosine / temperature)
+        ranked.append(sorted(range(CLASSES), key=lambda label: -votes[label]))
+    return ranked
+
+
+@pytest.mark.parametrize("leave_out", [False, True])
+@pytest.mark.parametrize("k", [1, 7])
+def test_equals_a_loop_in_blocks_of_any_size(
+    bank: Labelled,
+    queries: Labelled,
+    k: int,
+    leave_out: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, truth = bank if leave_out else queries
+    expected = torch.tensor(loop(*bank, asked, k, 0.1, leave_out))
+    for elements in (1, 1000, 2**25):  # one query at a time; blocks of eight with a ragged last one; all at once
+        monkeypatch.setattr(knn, "BLOCK_ELEMENTS", elements)
+        ranked = knn_predict(*bank, asked, classes=CLASSES, k=k, temperature=0.1, exclude_self=leave_out)
+        assert torch.equal(ranked, expected)
+        result = knn_accuracy(*bank, asked, truth, classes=CLASSES, k=k, temperature=0.1, exclude_self=leave_out)
+        assert result.top1 == pytest.approx((expected[:, 0] == truth).double().mean().item())
+        assert result.top5 == pytest.approx((expected[:, :5] == truth[:, None]).any(dim=1).double().mean().item())
+        assert result.k == k
+
+
+def test_agrees_with_scikit_learn(bank: Labelled, queries: Labelled) -> None:
+    features, labels = bank
+    for k, temperature in ((3, 0.07), (10, 0.5)):
+        theirs = KNeighborsClassifier(
+            k, metric="cosine", algorithm="brute", weights=lambda distance, t=temperature: np.exp((1 - distance) / t)
+        ).fit(features.numpy(), labels.numpy())
+        expected = torch.from_numpy(theirs.predict(queries[0].numpy()))
+        ours = knn_predict(features, labels, queries[0], classes=CLASSES, k=k, temperature=temperature)[:, 0]
+        assert torch.equal(ours, expected)
+        accuracy = knn_accuracy(*bank, *queries, classes=CLASSES, k=k, temperature=temperature).top1
+        assert accuracy == pytest.approx(theirs.score(queries[0].numpy(), queries[1].numpy()))
+
+
+def test_leaving_one_out_matters(bank: Labelled) -> None:
+    assert knn_accuracy(*bank, *bank, classes=CLASSES, k=1).top1 == 1.0
+    assert knn_accuracy(*bank, *bank, classes=CLASSES, k=1, exclude_self=True).top1 < 0.9
+
+
+def test_fewer_neighbours_vote_in_small_sets() -> None:
+    assert neighbour_count(50_000, 10) == 200  # CIFAR-10
+    assert neighbour_count(50_000, 100) == 200  # CIFAR-100
+    assert neighbour_count(1_281_167, 1000) == 200  # ImageNet
+    assert neighbour_count(1000, 10) == 50
+    assert neighbour_count(20, 10) == 1
+    assert neighbour_count(3, 10) == 1
+    assert neighbour_count(50_000, 10, k=20) == 20
+
+
+def test_small_separable_set_is_solved_with_the_default_k() -> None:
+    labels = torch.arange(40) % 4
+    features = F.one_hot(labels, 4).float() + 0.01 * torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    result = knn_accuracy(features, labels, features, labels, classes=4, exclude_self=True)
+    assert result == (1.0, 1.0, 5)
+
+
+def test_nearest_rows_in_order() -> None:
+    angles = torch.tensor([0.0, 0.1, 0.3, 0.7, 3.0])
+    points = torch.stack([angles.cos(), angles.sin()], dim=1) * torch.tensor([1, 5, 0.1, 2, 9])[:, None]
+    assert nearest(points, points[:1], 3).tolist() == [[0, 1, 2]]
+    assert nearest(points, points, 2, exclude_self=True).tolist() == [[1, 2], [0, 2], [1, 0], [2, 1], [3, 2]]
+
+
+def test_impossible_requests_are_refused() -> None:
+    points = torch.randn(4, 3)
+    with pytest.raises(ValueError, match="bank of 4"):
+        nearest(points, points, 5)
+    with pytest.raises(ValueError, match="bank of 4"):
+        nearest(points, points, 4, exclude_self=True)
+    with pytest.raises(ValueError, match="exclude_self"):
+        nearest(points, points[:2], 1, exclude_self=True)
+    with pytest.raises(ValueError, match="no queries"):
+        nearest(points, points[:0], 1)
