@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -99,7 +100,7 @@ def len_thinned(length: int) -> int:
 def draw(chart: Chart) -> str:
     """The chart as an <svg> element to place in a page."""
     figure = Figure(figsize=(_WIDTH / 72, _HEIGHT / 72))
-    settings = {
+    settings: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": chart.identity,
         "font.size": _FONT_SIZE,
@@ -139,7 +140,7 @@ def _draw_curve(axes: matplotlib.axes.Axes, curve: Curve, chart: Chart) -> tuple
     if window > 1:
         axes.plot(x, y, color=colour, linewidth=1.0, alpha=0.3)
     shown = running_mean(y, window)
-    marker = "o" if len(y) <= 40 and not chart.smooth or len(y) == 1 else None
+    marker = "o" if len(y) == 1 or (len(y) <= 40 and not chart.smooth) else None
     axes.plot(x, shown, color=colour, linewidth=2.2, linestyle=style, marker=marker, markersize=3.6)
     return float(shown[-1]), curve.name, colour
 
@@ -151,7 +152,9 @@ def _furnish(axes: matplotlib.axes.Axes, chart: Chart) -> None:
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, labelcolor=_INK, pad=5)
-    axes.margins(x=0.02, y=0.06)
+    axes.margins(y=0.06)
+    last = max((x for curve in chart.curves for x in curve.x), default=0.0) or 1.0  # 0: only the untrained network yet
+    axes.set_xlim(-0.02 * last, 1.02 * last)
     if chart.from_zero:
         axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+MOST_COLUMNS = 6  # neighbours in a line: more would be too small on a phone
 LARGEST_SIDE = 160  # pixels kept of a picture: it is shown no larger than that
 CRISP_BELOW = 96  # smaller pictures are scaled up with their pixels visible, which blurring would hide
 
@@ -68,14 +69,17 @@ def data_uri(picture: Picture) -> str:
 
 
 def _gallery_html(gallery: Gallery) -> str:
+    longest = max((len(pictures) for pictures in gallery.neighbours.values()), default=1)
+    columns = max(4, min(MOST_COLUMNS, longest))
     rows = "\n".join(
-        f'<div class="neighbours"><h4>{escape(network)}</h4><div class="strip">'
+        f'<div class="neighbours"><h4>{escape(network)}</h4><div class="strip" style="--columns: {columns}">'
         + "".join(_neighbour_html(gallery.query, picture, rank) for rank, picture in enumerate(pictures, start=1))
         + "</div></div>"
         for network, pictures in gallery.neighbours.items()
     )
     return (
-        '<div class="gallery">\n<div class="neighbours query"><h4>query</h4><div class="strip"><figure>'
+        '<div class="gallery">\n<div class="neighbours query"><h4>query</h4>'
+        f'<div class="strip" style="--columns: {columns}"><figure>'
         f"{_image_html(gallery.query, 'query picture')}{_caption(gallery.query)}</figure></div></div>\n{rows}\n</div>"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ class Page:
     """The network before training: a row of the table and a dashed line in the chart of kNN accuracy."""
     galleries: tuple[Gallery, ...] = ()
     next_steps: tuple[NextStep, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.runs or len({run.name for run in self.runs}) < len(self.runs):
+            raise ValueError("A page needs at least one run, and every run a name of its own.")
 
 
 def write_page(path: str | Path, page: Page) -> Path:
@@ -77,17 +82,18 @@ def next_steps(run: str | Path) -> tuple[NextStep, ...]:
         ),
         NextStep(
             "Use the backbone",
-            "A plain PyTorch module with the pre-trained weights, ready to fine-tune.",
+            "A plain PyTorch module with the pre-trained weights. Pass classes=10 for a new last layer of that width, "
+            "ready to fine-tune.",
             "import co2\n"
-            f"backbone = co2.load_backbone({str(run)!r})  # images in, pooled features out\n"
-            f"classifier = co2.load_backbone({str(run)!r}, classes=10)  # with a new last layer",
+            f"backbone = co2.load_backbone({json.dumps(str(run), ensure_ascii=False)})\n"
+            "features = backbone(images)  # [N, width]",
         ),
         NextStep(
             "Keep your own training loop",
             "The objective is one call: unit-length features of the queries [B, D], their positives [B, D] and the "
             "negatives [K, D].",
             "import co2\n"
-            "criterion = co2.CO2Loss(alpha=0.3, tau_instance=0.2, tau_consistency=0.05)\n"
+            "criterion = co2.CO2Loss(alpha=0.3, tau_consistency=0.05)\n"
             "loss = criterion(query, positive, negatives)",
         ),
         NextStep(

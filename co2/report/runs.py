@@ -101,7 +101,11 @@ def read_run(folder: str | Path, *, name: str | None = None, seconds: float | No
 
 def read_runs(folders: Sequence[str | Path]) -> list[RunRecord]:
     """Read several run folders. Folders of the same name are called by their paths, so that they can be told apart."""
-    names = [Path(folder).resolve().name for folder in folders]
+    places = [Path(folder).resolve() for folder in folders]
+    for folder, place in zip(folders, places, strict=True):
+        if places.count(place) > 1:
+            raise UserError(f"The run folder {folder} is named twice. Name every run once.")
+    names = [place.name for place in places]
     return [
         read_run(folder, name=str(folder) if names.count(name) > 1 else name)
         for folder, name in zip(folders, names, strict=True)

@@ -29,10 +29,13 @@ class Pair:
 
 
 def untrained_of(runs: Sequence[RunRecord]) -> Untrained | None:
-    """The untrained network, if the runs measured it and all started from the same one."""
-    found = {Untrained(run.untrained("knn_top1"), run.untrained("effective_rank")) for run in runs}
-    only = found.pop() if len(found) == 1 else Untrained()
-    return only if only != Untrained() else None
+    """The untrained network, as far as runs measured it and agree about it."""
+    agreed: dict[str, float | None] = {}
+    for measure in ("knn_top1", "effective_rank"):
+        found = {value for run in runs if (value := run.untrained(measure)) is not None}
+        agreed[measure] = found.pop() if len(found) == 1 else None
+    untrained = Untrained(**agreed)
+    return untrained if untrained != Untrained() else None
 
 
 def pair_of(runs: Sequence[RunRecord]) -> Pair | None:
@@ -83,8 +86,8 @@ def headline(runs: Sequence[RunRecord], untrained: Untrained | None) -> str:
     if len(known) > 1:
         best, worst = max(known, key=lambda name: known[name]), min(known, key=lambda name: known[name])
         return (
-            f"Of {len(runs)} runs, {best} has the highest kNN accuracy, {percent(known[best])}, and {worst} the lowest, "
-            f"{percent(known[worst])}."
+            f"Of {len(runs)} runs, {best} has the highest kNN accuracy, {percent(known[best])}, and {worst} the "
+            f"lowest, {percent(known[worst])}."
         )
     return f"{len(runs)} runs side by side."
 

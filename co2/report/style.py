@@ -58,10 +58,11 @@ thead th { color: var(--muted); font-size: .8125rem; vertical-align: bottom; }
 .key { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 24px; margin: 0 0 20px; padding: 0;
   font-weight: 600; font-size: .9375rem; overflow-wrap: anywhere; }
 .note + .charts, .note + .steps { margin-top: 20px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 0 48px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 0 48px;
+  margin-bottom: -32px; }
 .charts figure { margin: 0; min-width: 0; display: grid; grid-row: span 3; grid-template-rows: subgrid; row-gap: 0; }
 .charts h3 { align-self: end; }
-.charts figcaption { font-size: .9375rem; color: var(--muted); margin: 6px 0 36px; max-width: 60ch; }
+.charts figcaption { font-size: .9375rem; color: var(--muted); margin: 6px 0 32px; max-width: 60ch; }
 .chart { width: 100%; height: auto; display: block; overflow: visible; stroke-linejoin: round; }
 
 .galleries { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 0 48px; }
@@ -72,7 +73,7 @@ thead th { color: var(--muted); font-size: .8125rem; vertical-align: bottom; }
 .crisp { image-rendering: pixelated; }
 .neighbours { display: grid; grid-template-columns: 76px 1fr; gap: 12px; margin-bottom: 12px; }
 .neighbours h4 { margin: 0; }
-.strip { display: grid; grid-template-columns: repeat(auto-fill, minmax(60px, 1fr)); gap: 10px; min-width: 0; }
+.strip { display: grid; grid-template-columns: repeat(var(--columns), minmax(0, 90px)); gap: 10px; min-width: 0; }
 .gallery figcaption { font-size: .6875rem; line-height: 1.4; margin-top: 5px; white-space: nowrap; overflow: hidden;
   text-overflow: ellipsis; }
 .query figcaption { font-weight: 600; }
@@ -85,12 +86,13 @@ thead th { color: var(--muted); font-size: .8125rem; vertical-align: bottom; }
 .step { min-width: 0; }
 .step p { color: var(--muted); font-size: .9375rem; }
 pre { margin: 0; padding: 12px 14px; background: var(--raised); border: 1px solid var(--line); border-radius: 6px;
-  overflow-x: auto; font-size: .8125rem; line-height: 1.5; -webkit-user-select: all; user-select: all; }
+  white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8125rem; line-height: 1.5;
+  -webkit-user-select: all; user-select: all; }
 code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace; }
 summary { cursor: pointer; }
 .settings { font-size: .875rem; margin-top: 12px; }
 .settings td, .settings th { padding-top: 5px; padding-bottom: 5px; overflow-wrap: anywhere; }
-.settings tbody th { font-weight: 400; }
+.settings tbody th { font-weight: 400; overflow-wrap: normal; }
 .settings tr.differs { background: var(--mark); }
 .settings b { font-size: .75rem; margin-left: 6px; }
 
@@ -98,14 +100,20 @@ summary { cursor: pointer; }
   main { padding: 28px 18px 48px; }
   section { margin-top: 44px; }
   td, th { padding-left: 16px; }
+  .outcome, .outcome tbody, .outcome tr { display: block; }
+  .outcome thead { display: none; }
+  .outcome tr { border-bottom: 1px solid var(--line); padding: 10px 0; }
+  .outcome tbody th { display: block; border: 0; padding: 0 0 2px; max-width: none; }
+  .outcome td { display: flex; justify-content: space-between; border: 0; padding: 2px 0; }
+  .outcome td::before { content: attr(data-label); color: var(--muted); }
+  .outcome td.missing { display: none; }
   .neighbours { grid-template-columns: 1fr; gap: 6px; }
-  .strip { grid-template-columns: repeat(auto-fill, minmax(56px, 1fr)); gap: 8px; }
+  .strip { gap: 8px; }
 }
 @media print {
   main { max-width: none; padding: 0; }
   section { margin-top: 28px; }
   figure, .gallery, .step, tr { break-inside: avoid; }
   h2, h3 { break-after: avoid; }
-  pre { white-space: pre-wrap; }
 }
 """

@@ -29,15 +29,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Column:
-    heading: str  # HTML
+    heading: str
     value: Callable[[Outcome], float | None]
     shown: Callable[[float], str]
 
 
 _COLUMNS = (
     _Column("kNN accuracy", lambda outcome: outcome.knn_top1, percent),
-    _Column("final L<sub>ins</sub>", lambda outcome: outcome.instance, lambda value: f"{value:.3f}"),
-    _Column("final L<sub>con</sub>", lambda outcome: outcome.consistency, lambda value: f"{value:.3f}"),
+    _Column("final instance loss", lambda outcome: outcome.instance, lambda value: f"{value:.3f}"),
+    _Column("final consistency loss", lambda outcome: outcome.consistency, lambda value: f"{value:.3f}"),
     _Column("instance accuracy", lambda outcome: outcome.top1, percent),
     _Column("effective rank", lambda outcome: outcome.effective_rank, lambda value: f"{value:.1f}"),
     _Column("time", lambda outcome: outcome.seconds, lambda value: duration(value)),
@@ -82,7 +82,7 @@ def outcome_table(rows: Sequence[Outcome]) -> str:
 
 
 def settings_table(runs: Sequence[RunRecord]) -> str:
-    """Every setting of every run; those that are not the same in all of them are marked."""
+    """Every setting of every run; those that are not the same in all of them come first and are marked."""
     flat = [flatten(run.experiment) for run in runs]
     differing = set(differing_settings(runs))
     head = "".join(f'<th scope="col">{escape(run.name)}</th>' for run in runs)
@@ -91,7 +91,7 @@ def settings_table(runs: Sequence[RunRecord]) -> str:
         + f'<th scope="row">{escape(name)}{" <b>differs</b>" if name in differing else ""}</th>'
         + "".join(f"<td>{escape(_setting(settings[name]))}</td>" for settings in flat)
         + "</tr>"
-        for name in flat[0]
+        for name in sorted(flat[0], key=lambda name: name not in differing)
     )
     return (
         f'<div class="scroll"><table class="settings">\n<thead><tr><th scope="col">setting</th>{head}</tr></thead>\n'
@@ -109,7 +109,8 @@ def duration(seconds: float) -> str:
 
 def _cell(column: _Column, row: Outcome) -> str:
     value = column.value(row)
-    return '<td class="missing">–</td>' if value is None else f"<td>{column.shown(value)}</td>"
+    shown, missing = ("–", ' class="missing"') if value is None else (column.shown(value), "")
+    return f'<td{missing} data-label="{escape(column.heading)}">{shown}</td>'
 
 
 def _setting(value: object) -> str:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from co2 import recipes
-from co2.config import Experiment
 
 RunWriter = Callable[..., Path]
 STEPS_PER_EPOCH = 24
@@ -28,10 +27,9 @@ def write_run(
     untrained: bool = True,
     seed: int = 0,
     knn: float = 0.58,
-    experiment: Experiment | None = None,
 ) -> Path:
     """A run folder whose curves look like those of a short MoCo run (alpha 0) or CO2 run."""
-    base = experiment or (recipes.demo_moco() if alpha == 0 else recipes.demo_co2())
+    base = recipes.demo_moco() if alpha == 0 else recipes.demo_co2()
     experiment = base.edit(epochs=epochs, seed=seed, objective={"alpha": alpha}, out=str(folder))
     noise = np.random.default_rng(seed + int(alpha * 100))
     rows: list[dict[str, Any]] = []

@@ -1,0 +1,141 @@
+"""Sentences that follow from the numbers, also when the numbers are not what one hoped for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from co2.report.runs import RunRecord, read_run
+from co2.report.story import (
+    Untrained,
+    caveats,
+    differing_settings,
+    ending,
+    findings,
+    headline,
+    incomparable,
+    pair_of,
+    untrained_of,
+)
+
+
+@pytest.fixture
+def pair(make_run) -> list[RunRecord]:
+    return [
+        read_run(make_run("co2", alpha=1.0, knn=0.624), name="MoCo + CO2"),
+        read_run(make_run("moco", knn=0.58), name="MoCo"),
+    ]
+
+
+def with_rows(run: RunRecord, kind: str, **values: float) -> RunRecord:
+    """The run with these values in every row of a kind but the one before training."""
+    rows = tuple({**row, **values} if row["epoch"] > 0 else row for row in getattr(run, kind))
+    return dataclasses.replace(run, **{kind: rows})
+
+
+def test_headline_when_the_term_helps(pair) -> None:
+    assert headline(pair, Untrained(0.28)) == (
+        "kNN accuracy went from 28.0% untrained to 58.0% with MoCo and to 62.4% with MoCo + CO2: "
+        "4.4 points higher with the consistency term."
+    )
+    assert headline(pair, None).startswith("kNN accuracy came to 58.0% with MoCo")
+
+
+def test_headline_when_it_does_not(pair) -> None:
+    worse = [with_rows(pair[0], "epochs", knn_top1=0.5), pair[1]]
+    assert headline(worse, None).endswith("8.0 points lower with the consistency term.")
+    same = [with_rows(pair[0], "epochs", knn_top1=0.58001), pair[1]]
+    assert headline(same, None).endswith("58.0% with MoCo + CO2: no difference with the consistency term.")
+
+
+def test_headline_agrees_with_the_rounded_numbers(pair) -> None:
+    # 50.04% and 50.16% are shown as 50.0% and 50.2%: the difference must be told as 0.2, not as 0.1.
+    runs = [with_rows(pair[0], "epochs", knn_top1=0.5016), with_rows(pair[1], "epochs", knn_top1=0.5004)]
+    assert "to 50.0% with MoCo and to 50.2% with MoCo + CO2: 0.2 points higher" in headline(runs, None)
+
+
+def test_headline_without_labels(make_run) -> None:
+    runs = [read_run(make_run("moco", labels=False)), read_run(make_run("co2", alpha=1.0, labels=False))]
+    runs = [with_rows(runs[0], "train", consistency=0.4), with_rows(runs[1], "train", consistency=0.1)]
+    assert headline(runs, None) == (
+        "The consistency loss is at 0.100 with co2 and at 0.400 with moco: 75% lower with the consistency term."
+    )
+    assert headline(runs[:1], None).startswith("moco: queries pick out their own picture in ")
+
+
+def test_headline_of_one_and_of_three(pair, make_run) -> None:
+    assert headline(pair[:1], Untrained(0.28)) == "MoCo + CO2: kNN accuracy went from 28.0% untrained to 62.4%."
+    third = read_run(make_run("third", knn=0.4))
+    assert headline([*pair, third], None) == (
+        "Of 3 runs, MoCo + CO2 has the highest kNN accuracy, 62.4%, and third the lowest, 40.0%."
+    )
+
+
+def test_findings_tell_both_directions(pair) -> None:
+    runs = [
+        with_rows(pair[0], "train", consistency=0.1, top1=0.6),
+        with_rows(pair[1], "train", consistency=0.4, top1=0.7),
+    ]
+    told = findings(runs)
+    assert told[0].endswith("ended at 0.100 with the term in the objective and at 0.400 without: 75% lower.")
+    assert "in 60.0% of cases with the term and in 70.0% without: 10.0 points lower. The paper saw the same" in told[1]
+    reverse = [with_rows(pair[0], "train", consistency=0.6, top1=0.8), runs[1]]
+    told = findings(reverse)
+    assert told[0].endswith("50% higher.")
+    assert told[1].endswith("10.0 points higher.")
+
+
+def test_only_a_run_without_and_one_with_the_term_are_a_pair(pair, make_run) -> None:
+    found = pair_of(pair)
+    assert found is not None
+    assert (found.without.name, found.with_term.name) == ("MoCo", "MoCo + CO2")
+    assert pair_of(pair[:1]) is None
+    assert pair_of([pair[0], pair[0]]) is None
+    assert pair_of([pair[1], pair[1]]) is None
+    assert findings([pair[1], pair[1]]) == []
+
+
+def test_caveats_name_what_else_differs(pair, make_run) -> None:
+    assert differing_settings(pair) == ["objective.alpha"]
+    told = caveats(pair, None)
+    assert len(told) == 1
+    assert told[0].startswith("This is one run of each kind (seed 0).")
+    other = read_run(make_run("other", alpha=1.0, seed=3, epochs=6))
+    told = caveats([pair[1], other], None)
+    assert "The two runs also differ in epochs and seed, so not every difference" in told[0]
+    assert "(seeds 0 and 3)" in told[1]
+
+
+def test_caveats_name_runs_that_are_unfinished_or_learned_nothing(make_run) -> None:
+    begun = read_run(make_run("begun", epochs=12, epochs_done=5))
+    assert caveats([begun], None) == ["begun has run 5 of its 12 epochs so far."]
+    poor = read_run(make_run("poor", knn=0.2))
+    assert caveats([poor], Untrained(0.28))[0].startswith("poor is not above the untrained network")
+
+
+def test_levels_at_different_temperatures_are_not_compared(pair) -> None:
+    assert incomparable(pair, ["objective.tau_consistency"]) == ""
+    other = dataclasses.replace(pair[1], experiment=pair[1].experiment.edit(objective={"tau_consistency": 0.1}))
+    assert "differ in objective.tau_consistency" in incomparable([pair[0], other], ["objective.tau_consistency"])
+
+
+def test_chart_titles(pair) -> None:
+    assert ending(pair, "L", [0.1, 0.4], ".3f") == "L ends lower with the consistency term: 0.100 against 0.400"
+    assert ending(pair, "L", [0.4, 0.1], ".3f") == "L ends higher with the consistency term: 0.400 against 0.100"
+    assert ending(pair, "L", [0.4, 0.40001], ".3f") == "L ends at 0.400 with and without the consistency term"
+    assert ending(pair, "L", [None, 0.4], ".1%") == "L ends at 40.0%"
+    assert ending(pair, "L", [None, None], ".3f") == "L: not measured yet"
+    third = dataclasses.replace(pair[0], name="third")
+    assert ending([*pair, third], "L", [3, 1, 2], ".0f") == "L ends between 1 and 3"
+
+
+def test_untrained_network_is_taken_where_runs_agree(pair, make_run) -> None:
+    found = untrained_of(pair)
+    assert found is not None
+    assert found.knn_top1 == pytest.approx(0.28)
+    unlabelled = read_run(make_run("unlabelled", labels=False))
+    assert untrained_of([*pair, unlabelled]) == found
+    other = dataclasses.replace(pair[0], epochs=({**pair[0].epochs[0], "knn_top1": 0.3, "effective_rank": 9.0},))
+    assert untrained_of([pair[1], other]) is None
+    assert untrained_of([read_run(make_run("late", untrained=False))]) is None
