@@ -86,7 +86,7 @@ def headline(runs: Sequence[RunRecord], untrained: Untrained | None) -> str:
     if len(known) > 1:
         best, worst = max(known, key=lambda name: known[name]), min(known, key=lambda name: known[name])
         return (
-            f"Of {len(runs)} runs, {best} has the highest kNN accuracy, {percent(known[best])}, and {worst} the "
+            f"Of {len(known)} runs with labels, {best} has the highest kNN accuracy, {percent(known[best])}, and {worst} the "
             f"lowest, {percent(known[worst])}."
         )
     return f"{len(runs)} runs side by side."
@@ -144,8 +144,9 @@ def caveats(runs: Sequence[RunRecord], untrained: Untrained | None) -> list[str]
     if len(runs) > 1:
         seeds = sorted({run.experiment.seed for run in runs})
         which = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {_listed([str(seed) for seed in seeds])}"
+        single = "This is one run of each kind" if pair_of(runs) is not None else "Every number is from a single run"
         sentences.append(
-            f"This is one run of each kind ({which}). Differences of a few points may come from the seed alone: repeat "
+            f"{single} ({which}). Differences of a few points may come from the seed alone: repeat "
             "with other seeds before drawing conclusions."
         )
     return sentences

@@ -67,8 +67,9 @@ def test_headline_without_labels(make_run) -> None:
 def test_headline_of_one_and_of_three(pair, make_run) -> None:
     assert headline(pair[:1], Untrained(0.28)) == "MoCo + CO2: kNN accuracy went from 28.0% untrained to 62.4%."
     third = read_run(make_run("third", knn=0.4))
+    assert caveats([*pair, third], None)[0].startswith("Every number is from a single run (seed 0).")
     assert headline([*pair, third], None) == (
-        "Of 3 runs, MoCo + CO2 has the highest kNN accuracy, 62.4%, and third the lowest, 40.0%."
+        "Of 3 runs with labels, MoCo + CO2 has the highest kNN accuracy, 62.4%, and third the lowest, 40.0%."
     )
 
 
