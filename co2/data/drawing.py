@@ -1,12 +1,16 @@
 """Pictures that the package draws itself: one of ten shapes, coloured, textured and turned, on a cluttered ground.
 
 Only the outline tells the class: colours, textures, place, size and turn are drawn in the same way for all of them.
+Colours come from two narrow families, one warm and light, one blue and dark, of which one is the ground and the other
+the object. With colours from everywhere, pictures could be told apart by colour alone, and a network that learns by
+telling pictures apart would have no need to look at the shapes.
 Picture i of a seed is a function of (seed, split, i) alone, so any of them can be had at any time, in any order and
 in any process, and it shows the same scene at every size.
 """
 
 from __future__ import annotations
 
+import colorsys
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -39,8 +43,8 @@ def render(index: int, size: int, seed: int = 0, split: Split = "train", several
     number = int(random.integers(1, most + 1))
 
     y, x = _pixel_centres(size)
-    ground, ground_colours = _ground(random, x, y)
-    canvas = _with_distractors(random, ground)  # [S, S, 3] float32 in 0..1
+    warm_ground = bool(random.random() < 0.5)
+    canvas = _with_distractors(random, _ground(random, warm_ground, x, y))  # [S, S, 3] float32 in 0..1
     labels = np.array([index % len(CLASSES), *random.integers(0, len(CLASSES), number - 1)], dtype=np.int64)
     masks = np.zeros((number, size, size), dtype=bool)
     for position, (centre, radius) in enumerate(_places(random, number)):
@@ -48,7 +52,7 @@ def render(index: int, size: int, seed: int = 0, split: Split = "train", several
         stretch = float(random.uniform(0.88, 1.14))
         outlines = _OUTLINES[CLASSES[labels[position]]]
         cover = _cover(outlines, centre, radius, turn, stretch, size)  # [S, S] in 0..1
-        paint = _paint(random, x, y, radius, ground_colours)  # [S, S, 3]
+        paint = _paint(random, not warm_ground, x, y, radius)  # [S, S, 3]
         canvas += cover[..., None] * (paint - canvas)
         inside = cover >= 0.5
         masks[:position] &= ~inside  # what is drawn later lies in front
@@ -68,13 +72,19 @@ def _box(mask: np.ndarray) -> tuple[int, int, int, int]:
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
+def _colour(random: np.random.Generator, warm: bool) -> np.ndarray:
+    """From pink over orange to yellow, or from teal over blue to violet: [3] in 0..1."""
+    hue, value = (0.08, 0.88) if warm else (0.60, 0.32)
+    hue, value = hue + random.uniform(-0.075, 0.075), value + random.uniform(-0.06, 0.06)
+    return np.array(colorsys.hsv_to_rgb(hue % 1, random.uniform(0.25, 0.85), value))
+
+
 # The ground: a gradient, slow clouds, sometimes stripes, and small blobs and strokes that are none of the shapes.
 
 
-def _ground(random: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _ground(random: np.random.Generator, warm: bool, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     size = x.shape[1]
-    first = random.uniform(0.05, 0.95, 3)
-    second = (first + random.normal(0, 0.16, 3)).clip(0, 1)
+    first, second = _colour(random, warm), _colour(random, warm)
     angle = random.uniform(0, 2 * math.pi)
     along = math.cos(angle) * (x - 0.5) + math.sin(angle) * (y - 0.5) + 0.5  # [S, S], mostly 0..1
     ground = first + along[..., None] * (second - first)  # [S, S, 3]
@@ -85,7 +95,7 @@ def _ground(random: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple[
     if strength:
         stripes = np.sin(2 * math.pi * waves * (math.cos(angle) * x + math.sin(angle) * y) + phase)  # [S, S]
         ground += strength * stripes[..., None]
-    return ground.astype(np.float32), np.stack([first, second])
+    return ground.astype(np.float32)
 
 
 def _with_distractors(random: np.random.Generator, ground: np.ndarray) -> np.ndarray:
@@ -102,7 +112,7 @@ def _with_distractors(random: np.random.Generator, ground: np.ndarray) -> np.nda
             corners = place + slide + radii[:, None] * np.stack([np.cos(angles), np.sin(angles)], 1)  # [7, 2]
             draw.polygon([(float(across), float(down)) for across, down in corners * fine], fill=255)
         cover = _shrink(drawing, size)[..., None]
-        colour = random.uniform(0, 1, 3).astype(np.float32)
+        colour = _colour(random, bool(random.random() < 0.5)).astype(np.float32)
         ground = ground + 0.8 * cover * (colour - ground)
     return ground
 
@@ -113,9 +123,9 @@ def _with_distractors(random: np.random.Generator, ground: np.ndarray) -> np.nda
 def _places(random: np.random.Generator, number: int) -> list[tuple[np.ndarray, float]]:
     """Centre and radius of each object, in shares of the picture's side; several objects hardly overlap."""
     places: list[tuple[np.ndarray, float]] = []
-    largest = {1: 0.42, 2: 0.27, 3: 0.24, 4: 0.21}[number]
+    largest = {1: 0.48, 2: 0.27, 3: 0.24, 4: 0.21}[number]
     while len(places) < number:
-        radius = float(random.uniform(0.65, 1.0)) * largest
+        radius = float(random.uniform(0.7, 1.0)) * largest
         for _ in range(50):
             centre = random.uniform(radius, 1 - radius, 2)
             if all(np.hypot(*(centre - other)) >= 0.9 * (radius + around) for other, around in places):
@@ -151,15 +161,10 @@ def _shrink(drawing: Image.Image, size: int) -> np.ndarray:
     return np.asarray(drawing.reduce(drawing.width // size), dtype=np.float32) / 255
 
 
-def _paint(
-    random: np.random.Generator, x: np.ndarray, y: np.ndarray, radius: float, ground_colours: np.ndarray
-) -> np.ndarray:
+def _paint(random: np.random.Generator, warm: bool, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarray:
     """What an object is painted with, over the whole picture: [S, S, 3]. Its class plays no part in it."""
-    candidates = random.uniform(0, 1, (24, 3))
-    distances = np.abs(candidates[:, None] - ground_colours).mean(-1).min(-1)  # [24] to the nearer ground colour
-    clearest = candidates[np.argsort(-(distances > 0.3).astype(float), kind="stable")]
-    first = clearest[0] if distances.max() > 0.3 else candidates[distances.argmax()]
-    second = first + random.uniform(0.3, 0.7) * (clearest[1] - first)
+    first = _colour(random, warm)
+    second = first + random.uniform(0.4, 0.7) * (random.uniform(0.6, 0.9) * _colour(random, warm) - first)
     angle, phase = random.uniform(0, 2 * math.pi), random.uniform(0, 2 * math.pi)
     waves = random.uniform(0.8, 2.0) / radius
     across = 2 * math.pi * waves * (math.cos(angle) * x + math.sin(angle) * y) + phase  # [S, S]
