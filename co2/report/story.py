@@ -86,8 +86,8 @@ def headline(runs: Sequence[RunRecord], untrained: Untrained | None) -> str:
     if len(known) > 1:
         best, worst = max(known, key=lambda name: known[name]), min(known, key=lambda name: known[name])
         return (
-            f"Of {len(known)} runs with labels, {best} has the highest kNN accuracy, {percent(known[best])}, and {worst} the "
-            f"lowest, {percent(known[worst])}."
+            f"Of {len(known)} runs with labels, {best} has the highest kNN accuracy, {percent(known[best])}, and "
+            f"{worst} the lowest, {percent(known[worst])}."
         )
     return f"{len(runs)} runs side by side."
 

@@ -50,15 +50,16 @@ td, th { padding: 9px 0 9px 24px; border-bottom: 1px solid var(--line); vertical
 td:first-child, th:first-child { padding-left: 0; }
 thead th { color: var(--muted); font-size: .8125rem; vertical-align: bottom; }
 .outcome { width: 100%; }
-.outcome td, .outcome thead th:not(:first-child) { text-align: right; white-space: nowrap; }
-.outcome tbody th { min-width: 9em; max-width: 20em; overflow-wrap: anywhere; }
+.outcome td, .outcome thead th:not(:first-child) { text-align: right; }
+.outcome td { white-space: nowrap; }
+.outcome tbody th { min-width: 10em; max-width: 20em; overflow-wrap: anywhere; }
 .outcome .missing { color: var(--muted); }
 .swatch { display: inline-block; width: 18px; vertical-align: middle; margin-right: 4px; }
 
 .key { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 24px; margin: 0 0 20px; padding: 0;
   font-weight: 600; font-size: .9375rem; overflow-wrap: anywhere; }
 .note + .charts, .note + .steps { margin-top: 20px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 0 48px;
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 310px), 1fr)); gap: 0 48px;
   margin-bottom: -32px; }
 .charts figure { margin: 0; min-width: 0; display: grid; grid-row: span 3; grid-template-rows: subgrid; row-gap: 0; }
 .charts h3 { align-self: end; }
@@ -111,6 +112,7 @@ summary { cursor: pointer; }
   .strip { gap: 8px; }
 }
 @media print {
+  html { font-size: 13px; }
   main { max-width: none; padding: 0; }
   section { margin-top: 28px; }
   figure, .gallery, .step, tr { break-inside: avoid; }
