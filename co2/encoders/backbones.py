@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
-from torch.func import functional_call
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from co2.encoders.specification import Stem
@@ -187,19 +186,17 @@ def _is_resnet(model: nn.Module) -> bool:
 
 
 def _check_view_size(model: nn.Module, name: str, view_size: int) -> None:
-    """Send two views through the model on the meta device: shapes only, no arithmetic."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    imaginary = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors}
-    views = torch.empty(2, 3, view_size, view_size, device="meta")
+    """Send one view through the model: better a clear word now than an obscure one in the first step."""
+    view = torch.zeros(1, 3, view_size, view_size, device=next(model.parameters()).device)
     model.eval()
     try:
         with torch.no_grad():
-            outputs: Tensor = functional_call(model, imaginary, views)
+            outputs: Tensor = model(view)
     except (AssertionError, ValueError, RuntimeError) as error:
         raise _unsuitable_view_size(name, view_size, error) from error
     finally:
         model.train()
-    assert outputs.ndim == 2, f"{name} returns {tuple(outputs.shape)} for two images"
+    assert outputs.ndim == 2, f"{name} returns {tuple(outputs.shape)} for one image"
 
 
 def _unsuitable_view_size(name: str, view_size: int, error: BaseException) -> UserError:
