@@ -78,7 +78,7 @@ def _pretrain(words: list[str]) -> int:
     if words[0].startswith("-"):
         raise UserError("Name the recipe first: co2 pretrain RECIPE --data PATH. `co2 recipes` lists them all.")
     experiment = tyro.cli(
-        tyro.conf.configure(tyro.conf.AvoidSubcommands)(Experiment),
+        Experiment,
         args=words[1:],
         default=recipes.get(words[0]),
         prog=f"co2 pretrain {words[0]}",
@@ -182,12 +182,13 @@ def _data(words: list[str]) -> int:
         raise UserError(f"There is no command 'data {words[0]}'.{did_you_mean(words[0], kinds)} Use `co2 data shapes`.")
     settings = tyro.cli(ShapesSettings, args=words[1:], prog="co2 data shapes")
 
-    from rich.progress import track
+    from rich.progress import Progress
 
     from co2.data.shapes import write_shapes
 
-    for _ in track(write_shapes(**dataclasses.asdict(settings)), description="Writing", total=settings.count):
-        pass
+    with Progress(transient=True) as bar:
+        task = bar.add_task("Writing", total=settings.count)
+        write_shapes(**dataclasses.asdict(settings), progress=lambda done, total: bar.update(task, completed=done))
     print(f"Wrote {settings.count:,} pictures of shapes to {settings.destination}.")
     return 0
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from co2.config import Experiment
 
+PERFECT = 0.999  # instance-discrimination accuracy that real learning does not reach
+COLLAPSED_UNIFORMITY = -0.05  # 0 is all features in one point; trained ones are at -1 and below
+
 
 class Advisor:
     """Reads the numbers of a run as they come."""
@@ -29,19 +32,20 @@ class Advisor:
                     f"The loss is rising. That is expected: the queue starts with random vectors, which are easy to "
                     f"tell apart, and real keys replace them until step {full_at:,}. It falls again after that.",
                 )
-        if values["top1"] >= 0.999 and negatives.size >= 256:
+        if values["top1"] >= PERFECT and negatives.size >= 256:
             advice += self._once("leak", self._about_perfect_accuracy())
         self._lowest_loss = min(self._lowest_loss, values["loss"])
         return advice
 
     def after_epoch(self, values: Mapping[str, float]) -> list[str]:
         """What the health at the end of an epoch shows."""
-        if values["mean_norm"] > 0.95 or values["effective_rank"] < 1.5:
+        # An untrained network's features can lie close together too; one point is what no training leaves behind.
+        if values["uniformity"] > COLLAPSED_UNIFORMITY:
             return self._once(
                 "collapse",
-                f"The features have collapsed: all images get nearly the same one (effective rank "
-                f"{values['effective_rank']:.1f}, norm of the mean feature {values['mean_norm']:.2f}). Lower "
-                "--objective.alpha or the learning rate, or raise --objective.tau-consistency.",
+                f"The features have collapsed: all images get nearly the same one (uniformity "
+                f"{values['uniformity']:.3f}, effective rank {values['effective_rank']:.1f}). Lower the learning rate "
+                "(--optimisation.base-learning-rate) or --objective.alpha, or raise --negatives.momentum.",
             )
         return []
 
@@ -52,6 +56,11 @@ class Advisor:
             return found + (
                 "Batch statistics give away which key belongs to which query: use --encoder.shuffle-keys with "
                 "--encoder.groups 4 or more."
+            )
+        if self.experiment.negatives.source == "queue":
+            return found + (
+                "Most often the encoder changes so fast that the older keys in the queue look different from any new "
+                "one: raise --negatives.momentum, lower the learning rate, or shorten the queue (--negatives.size)."
             )
         return found + (
             "Check that the pictures differ from each other and that views are augmented strongly enough "

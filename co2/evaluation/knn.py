@@ -40,7 +40,7 @@ def evaluate_knn(
 ) -> KnnResult:
     """Top-1 and top-5 accuracy of the held-out images, or of each image among all others where none are held out."""
     if data.bank is None:
-        raise UserError(f"kNN needs labels, and there are none: {data.description}. Sort images into class sub-folders.")
+        raise UserError(f"kNN needs labels and finds none: {data.description}. Sort images into class sub-folders.")
     classes = len(data.bank.classes)
     bank = embed(backbone, data.bank, views, device=device, workers=workers)
     assert bank.labels is not None

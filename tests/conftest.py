@@ -1,0 +1,43 @@
+"""A run that takes a second, for every test that needs a real one."""
+
+import json
+
+import pytest
+
+from co2 import recipes
+from co2.config import Experiment
+
+
+@pytest.fixture
+def tiny():
+    """An experiment on 40 rendered pictures: 2 epochs of 3 steps, the last one short."""
+
+    def build(recipe: str = "demo-co2", **changes) -> Experiment:
+        small = {
+            "data": "shapes:40:16",
+            "epochs": 2,
+            "batch_size": 16,
+            "workers": 0,
+            "device": "cpu",
+            "views": {"size": 16},
+            "encoder": {"backbone": "co2/resnet10-narrow", "stem": "small-stride-2", "dimension": 16},
+            "monitoring": {"log_every": 1, "health_images": 16, "bank_images": 30, "query_images": 20},
+        }
+        if recipe.startswith(("demo", "moco", "co2-v", "co2-small")):
+            small["negatives"] = {"size": 50}
+        for name, value in changes.items():
+            small[name] = {**small.get(name, {}), **value} if isinstance(value, dict) else value
+        return recipes.get(recipe).edit(**small)
+
+    return build
+
+
+@pytest.fixture
+def rows():
+    """The lines of a run's metrics.jsonl of one kind."""
+
+    def read(run, kind="train"):
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+    return read

@@ -1,0 +1,48 @@
+from co2 import recipes
+from co2.engine.advice import Advisor
+
+HEALTHY = {"loss": 5.0, "top1": 0.5}
+
+
+def advisor(**changes):
+    return Advisor(recipes.moco_small().edit(**changes), has_batch_norm=True)
+
+
+def test_a_loss_that_rises_while_the_queue_fills_is_explained_once():
+    ours = advisor()  # 4,096 keys at 512 a step: full at step 8
+    assert ours.after_interval(2, {"loss": 4.0, "top1": 0.5}) == []
+    (text,) = ours.after_interval(4, {"loss": 6.0, "top1": 0.5})
+    assert "until step 8" in text
+    assert ours.after_interval(6, {"loss": 7.0, "top1": 0.5}) == []
+
+
+def test_a_loss_that_rises_later_is_not_excused():
+    ours = advisor()
+    ours.after_interval(8, {"loss": 4.0, "top1": 0.5})
+    assert ours.after_interval(10, {"loss": 6.0, "top1": 0.5}) == []
+
+
+def test_symmetric_runs_fill_the_queue_in_half_the_time():
+    ours = advisor(negatives={"symmetric": True})
+    ours.after_interval(2, {"loss": 4.0, "top1": 0.5})
+    assert "until step 4" in ours.after_interval(3, {"loss": 6.0, "top1": 0.5})[0]
+
+
+def test_perfect_accuracy_without_shuffled_keys_points_at_batch_statistics():
+    ours = advisor(encoder={"shuffle_keys": False})
+    (text,) = ours.after_interval(100, {"loss": 0.1, "top1": 1.0})
+    assert "Batch statistics give away" in text
+
+
+def test_perfect_accuracy_with_shuffled_keys_points_elsewhere():
+    (text,) = advisor().after_interval(100, {"loss": 0.1, "top1": 1.0})
+    assert "Batch statistics" not in text
+    assert "--negatives.momentum" in text
+
+
+def test_collapse_is_told_and_health_is_not():
+    ours = advisor()
+    healthy = {"mean_norm": 0.2, "effective_rank": 40.0, "uniformity": -2.5}
+    assert ours.after_epoch(healthy) == []
+    (text,) = ours.after_epoch({"mean_norm": 0.999, "effective_rank": 1.1, "uniformity": -0.01})
+    assert "collapsed" in text

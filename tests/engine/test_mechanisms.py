@@ -1,0 +1,114 @@
+import pytest
+import torch
+
+from co2 import recipes
+from co2.engine.mechanisms import EndToEnd, MemoryBankContrast, MomentumContrast, build_mechanism
+
+B, S = 12, 16
+
+
+def views(count, seed=0):
+    return torch.randn(count, B, 3, S, S, generator=torch.Generator().manual_seed(seed))
+
+
+IMAGES = torch.arange(B)
+
+
+def test_each_recipe_gets_its_mechanism(tiny):
+    assert isinstance(build_mechanism(tiny("demo-moco"), 40), MomentumContrast)
+    assert isinstance(build_mechanism(tiny("simclr-small"), 40), EndToEnd)
+    assert isinstance(build_mechanism(tiny("insdisc-small"), 40), MemoryBankContrast)
+
+
+def test_the_same_seed_gives_the_same_start_and_leaves_the_global_generator_alone(tiny):
+    before = torch.get_rng_state()
+    first, second = build_mechanism(tiny(), 40), build_mechanism(tiny(), 40)
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+    other = build_mechanism(tiny(seed=1), 40)
+    assert not torch.equal(first.queue.rows, other.queue.rows)
+    assert not torch.equal(first.encoder.backbone.conv1.weight, other.encoder.backbone.conv1.weight)
+
+
+def test_momentum_contrast_takes_keys_from_the_key_encoder_without_gradient(tiny):
+    mechanism = build_mechanism(tiny(), 40)
+    comparison = mechanism.compare(views(2), IMAGES, step=0)
+    assert comparison.query.requires_grad
+    assert not comparison.positive.requires_grad
+    assert comparison.negatives is mechanism.queue.rows
+    assert comparison.exclude is None
+
+
+def test_keys_are_shuffled_across_groups_and_come_back_in_order(tiny):
+    mechanism = build_mechanism(tiny(), 40)
+    # In evaluation mode companions do not matter, so shuffled keys must equal unshuffled ones, row for row.
+    mechanism.eval()
+    shuffled = mechanism.compare(views(2), IMAGES, step=3).positive
+    mechanism.shuffle = False
+    torch.testing.assert_close(mechanism.compare(views(2), IMAGES, step=3).positive, shuffled)
+    # In training mode they do, so keys with other companions differ; another step shuffles otherwise.
+    mechanism.train()
+    plain = mechanism.compare(views(2), IMAGES, step=3).positive
+    mechanism.shuffle = True
+    first, second = (mechanism.compare(views(2), IMAGES, step=step).positive for step in (3, 4))
+    assert not torch.allclose(plain, first, atol=1e-4)
+    assert not torch.allclose(first, second, atol=1e-4)
+
+
+def test_the_symmetric_loss_lets_both_views_be_query_and_key(tiny):
+    mechanism = build_mechanism(tiny(negatives={"symmetric": True}), 40).eval()
+    both = mechanism.compare(views(2), IMAGES, step=0)
+    assert both.query.shape == both.positive.shape == (2 * B, 16)
+    mechanism.symmetric = False
+    torch.testing.assert_close(mechanism.compare(views(2), IMAGES, step=0).query, both.query[:B])
+    swapped = mechanism.compare(views(2).flip(0), IMAGES, step=0)
+    torch.testing.assert_close(swapped.query, both.query[B:])
+    torch.testing.assert_close(swapped.positive, both.positive[B:])
+    mechanism.update(both, IMAGES)
+    assert mechanism.queue.written == 2 * B
+
+
+def test_update_moves_the_key_encoder_and_the_queue(tiny):
+    mechanism = build_mechanism(tiny(negatives={"momentum": 0.75}), 40)
+    comparison = mechanism.compare(views(2), IMAGES, step=0)
+    with torch.no_grad():
+        mechanism.encoder.head[0].weight.add_(1.0)
+    before = mechanism.key_encoder.encoder.head[0].weight.clone()
+    mechanism.update(comparison, IMAGES)
+    torch.testing.assert_close(mechanism.key_encoder.encoder.head[0].weight, before + 0.25)
+    torch.testing.assert_close(mechanism.queue.rows[:B], comparison.positive)
+
+
+def test_end_to_end_puts_the_two_views_of_an_image_side_by_side(tiny):
+    mechanism = build_mechanism(tiny("simclr-small"), 40).eval()
+    both = views(2)
+    comparison = mechanism.compare(both, IMAGES, step=0)
+    torch.testing.assert_close(comparison.query[0::2], mechanism.encoder(both[0]))
+    torch.testing.assert_close(comparison.positive[0::2], mechanism.encoder(both[1]))
+    assert comparison.negatives.requires_grad
+
+
+def test_a_memory_bank_needs_one_view_and_follows_it(tiny):
+    mechanism = build_mechanism(tiny("insdisc-small", negatives={"size": 10}), 40)
+    assert mechanism.views_per_image == 1
+    comparison = mechanism.compare(views(1), IMAGES, step=0)
+    assert len(comparison.negatives) == 10
+    assert torch.equal(comparison.positive, mechanism.bank.rows[IMAGES])
+    another = mechanism.compare(views(1), IMAGES, step=1)
+    assert not torch.equal(comparison.negatives, another.negatives)
+    before = mechanism.bank.rows.clone()
+    mechanism.update(comparison, IMAGES)
+    changed = (mechanism.bank.rows != before).any(dim=1).nonzero().flatten()
+    assert changed.tolist() == IMAGES.tolist()
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_every_recipe_can_be_built_and_saved(name):
+    mechanism = build_mechanism(recipes.get(name).edit(negatives={"size": 64}), 50)
+    state = mechanism.state_dict()
+    if recipes.get(name).negatives.source == "queue":
+        assert {"queue.rows", "queue.written"} <= set(state)
+        assert any(key.startswith("key_encoder.") for key in state)
+    if recipes.get(name).negatives.source == "memory-bank":
+        assert state["bank.rows"].shape == (50, 128)

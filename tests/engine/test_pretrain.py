@@ -1,0 +1,279 @@
+"""Whole runs on rendered pictures: small, but real."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import co2
+from co2.checkpoint import newest_checkpoint, read_checkpoint
+from co2.cli import main
+from co2.engine.pretrain import choose_device, choose_workers, pretrain
+
+ALL_METHODS = [
+    "demo-moco",
+    "demo-co2",
+    "moco-label-smoothing-small",
+    "simclr-small",
+    "co2-simclr-small",
+    "insdisc-small",
+    "co2-insdisc-small",
+]
+
+
+def weights(run):
+    return read_checkpoint(newest_checkpoint(run))["mechanism"]
+
+
+def assert_same_weights(first, second):
+    ours, theirs = weights(first), weights(second)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def write_pictures(folder, count, size=20):
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(0)
+    for i in range(count):
+        Image.fromarray(generator.integers(0, 255, (size, size, 3), dtype=np.uint8)).save(folder / f"{i:03d}.png")
+    return folder
+
+
+@pytest.mark.parametrize("recipe", ALL_METHODS)
+def test_every_method_runs_and_leaves_a_whole_run_folder(tiny, rows, tmp_path, recipe):
+    run = pretrain(tiny(recipe, negatives={"size": 30}), out=tmp_path / "run")
+    assert {"config.json", "metrics.jsonl", "checkpoints", "backbone.safetensors"} <= set(os.listdir(run))
+    train = rows(run)
+    assert [row["step"] for row in train] == [1, 2, 3, 4, 5, 6]  # 40 images at 16: two whole batches and a short one
+    for row in train:
+        assert all(np.isfinite(row[name]) for name in ("loss", "instance", "consistency", "learning_rate"))
+        assert 0 <= row["top1"] <= row["top5"] <= 1
+        assert row["images_per_second"] > 0
+        assert 0 <= row["waiting"] <= 1
+    alpha = json.loads((run / "config.json").read_text())["objective"]["alpha"]
+    for row in train:  # without CO2 the term is measured but is no part of the loss
+        assert row["loss"] == pytest.approx(row["instance"] + alpha * row["consistency"], rel=1e-5)
+        assert row["consistency"] > 0
+    epochs = rows(run, "epoch")
+    assert [row["epoch"] for row in epochs] == [0, 1, 2]
+    for row in epochs:
+        assert {"alignment", "uniformity", "effective_rank", "mean_norm", "knn_top1", "knn_top5"} <= set(row)
+    features = co2.load_backbone(run).eval()(torch.randn(2, 3, 16, 16))
+    assert features.shape[0] == 2
+    assert torch.isfinite(features).all()
+
+
+def test_tensorboard_sees_the_same_numbers(tiny, rows, tmp_path):
+    run = pretrain(tiny(), out=tmp_path / "run")
+    events = EventAccumulator(str(run)).Reload()
+    points = events.Scalars("train/loss")
+    assert [point.step for point in points] == [row["step"] for row in rows(run)]
+    assert [point.value for point in points] == pytest.approx([row["loss"] for row in rows(run)], rel=1e-6)
+    assert len(events.Scalars("epoch/knn_top1")) == 3
+
+
+def test_a_run_repeats_whatever_the_number_of_workers(tiny, tmp_path):
+    first = pretrain(tiny(workers=0), out=tmp_path / "first")
+    second = pretrain(tiny(workers=2), out=tmp_path / "second")
+    assert_same_weights(first, second)
+    other = pretrain(tiny(seed=1), out=tmp_path / "other")
+    assert not torch.equal(weights(first)["queue.rows"], weights(other)["queue.rows"])
+
+
+class StopAfter:
+    """Ends a run from outside, as a user with Ctrl-C would, once it has taken a number of steps."""
+
+    def __init__(self, monkeypatch, steps):
+        from co2.engine import trainer
+
+        original, taken = trainer.Trainer.train_step, itertools.count(1)
+
+        def train_step(self, batch):
+            measured = original(self, batch)
+            if next(taken) == steps:
+                os.kill(os.getpid(), signal.SIGINT)
+            return measured
+
+        monkeypatch.setattr(trainer.Trainer, "train_step", train_step)
+
+
+@pytest.mark.parametrize("recipe", ["demo-co2", "co2-simclr-small", "co2-insdisc-small"])
+@pytest.mark.parametrize("steps", [2, 3, 4])  # in mid-epoch, at its end, in the next one
+def test_a_run_stopped_and_resumed_ends_with_identical_weights(tiny, rows, tmp_path, monkeypatch, recipe, steps):
+    undisturbed = pretrain(tiny(recipe, negatives={"size": 30}), out=tmp_path / "undisturbed")
+    with monkeypatch.context() as patch:
+        StopAfter(patch, steps)
+        with pytest.raises(co2.engine.pretrain.Stopped) as stop:
+            pretrain(tiny(recipe, negatives={"size": 30}), out=tmp_path / "stopped")
+    assert stop.value.signal_number == signal.SIGINT
+    resumed = pretrain(tiny(recipe, negatives={"size": 30}, resume=True), out=tmp_path / "stopped")
+    assert_same_weights(undisturbed, resumed)
+    for kind in ("train", "epoch"):
+        ours, theirs = rows(undisturbed, kind), rows(resumed, kind)
+        assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+        for name in ("loss", "consistency", "knn_top1", "uniformity"):
+            assert [row.get(name) for row in ours] == [row.get(name) for row in theirs]
+    backbones = [co2.load_backbone(run).state_dict() for run in (undisturbed, resumed)]
+    assert all(torch.equal(backbones[0][name], backbones[1][name]) for name in backbones[0])
+
+
+def words_for(run, *words):
+    command = ["pretrain", "demo-co2", "--data", "shapes:40:16", "--out", str(run), "--views.size", "16"]
+    command += ["--batch-size", "16", "--device", "cpu", "--negatives.size", "50", "--monitoring.log-every", "1"]
+    command += ["--monitoring.health-images", "16", "--monitoring.bank-images", "30", "--monitoring.query-images", "20"]
+    return [*command, *words]
+
+
+KILL_AT_STEP = """
+import os, signal, sys
+from co2.cli import main
+from co2.engine import trainer
+original = trainer.Trainer.train_step
+def train_step(self, batch):
+    if self.step == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, batch)
+trainer.Trainer.train_step = train_step
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_a_killed_process_resumes_to_identical_weights(tmp_path):
+    words = words_for(tmp_path / "killed", "--epochs", "3")
+    killed = subprocess.run([sys.executable, "-c", KILL_AT_STEP, "7", *words], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert newest_checkpoint(tmp_path / "killed").name == "step-000000006.pt"
+    assert main([*words, "--resume"]) == 0
+    assert main(words_for(tmp_path / "undisturbed", "--epochs", "3")) == 0
+    assert_same_weights(tmp_path / "undisturbed", tmp_path / "killed")
+
+
+def test_sigterm_writes_a_checkpoint_and_says_how_to_go_on(tmp_path):
+    command = [sys.executable, "-m", "co2.cli", *words_for(tmp_path / "run", "--epochs", "500")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(lambda: newest_checkpoint(tmp_path / "run"), process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "--resume" in output
+    assert "Traceback" not in output
+
+
+def wait_for(condition, process, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "the process does not get anywhere"
+        time.sleep(0.01)
+
+
+def test_an_occupied_folder_is_refused_with_both_remedies(tiny, tmp_path):
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(co2.UserError, match=r"--resume.*--out"):
+        pretrain(tiny(), out=tmp_path)
+    assert os.listdir(tmp_path) == ["note.txt"]
+
+
+def test_resuming_nothing_or_something_else_is_refused(tiny, tmp_path):
+    with pytest.raises(co2.UserError, match="no run to resume"):
+        pretrain(tiny(resume=True), out=tmp_path / "nothing")
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(co2.UserError, match="not a run folder"):
+        pretrain(tiny(resume=True), out=tmp_path)
+
+
+def test_resuming_with_other_settings_says_what_differs(tiny, tmp_path):
+    pretrain(tiny(epochs=1), out=tmp_path / "run")
+    with pytest.raises(co2.UserError, match=r"objective\.alpha: 1\.0 in the run folder, 2\.0 asked for"):
+        pretrain(tiny(epochs=1, objective={"alpha": 2.0}, resume=True), out=tmp_path / "run")
+    with pytest.raises(co2.UserError, match="trained on 40 images"):
+        pretrain(tiny(epochs=1, data="shapes:41:16", resume=True), out=tmp_path / "run")
+
+
+def test_a_finished_run_can_be_resumed_without_harm(tiny, tmp_path):
+    run = pretrain(tiny(), out=tmp_path / "run")
+    before = co2.load_backbone(run).state_dict()
+    pretrain(tiny(resume=True), out=run)
+    after = co2.load_backbone(run).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_unlabelled_pictures_of_ones_own(tiny, rows, tmp_path):
+    pictures = write_pictures(tmp_path / "pictures", 24)
+    run = co2.pretrain(tiny(), data=pictures, out=tmp_path / "run")
+    last = rows(run, "epoch")[-1]
+    assert "effective_rank" in last
+    assert "knn_top1" not in last
+    assert not (run / "bad_images.txt").exists()
+
+
+def test_a_few_bad_images_are_skipped_counted_and_named(tiny, rows, tmp_path, capsys):
+    pictures = write_pictures(tmp_path / "pictures", 40)
+    (pictures / "007.png").write_bytes(b"")
+    whole = (pictures / "020.png").read_bytes()
+    (pictures / "020.png").write_bytes(whole[: len(whole) // 2])
+    run = pretrain(tiny(), data=pictures, out=tmp_path / "run")
+    lines = (run / "bad_images.txt").read_text().splitlines()
+    assert sorted(line.split("\t")[0].split(os.sep)[-1] for line in lines) == ["007.png", "020.png"]
+    assert all(line.split("\t")[1] for line in lines)
+    assert len(rows(run)) == 6
+    assert "cannot be read" in capsys.readouterr().out
+
+
+def test_too_many_bad_images_end_the_run_and_lose_nothing(tiny, tmp_path):
+    pictures = write_pictures(tmp_path / "pictures", 40)
+    for number in range(10, 15):
+        (pictures / f"{number:03d}.png").write_bytes(b"not a picture")
+    with pytest.raises(co2.UserError, match="more than a tenth"):
+        pretrain(tiny(), data=pictures, out=tmp_path / "run")
+    assert len((tmp_path / "run" / "bad_images.txt").read_text().splitlines()) == 5
+    assert newest_checkpoint(tmp_path / "run") is not None
+    write_pictures(tmp_path / "pictures", 40)  # repaired
+    pretrain(tiny(resume=True), data=pictures, out=tmp_path / "run")
+
+
+def test_a_batch_larger_than_the_data_set_is_refused(tiny, tmp_path):
+    with pytest.raises(co2.UserError, match=r"larger than the data set of 40 images.*--batch-size"):
+        pretrain(tiny(batch_size=64), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_queue_larger_than_the_data_set_is_a_warning(tiny, tmp_path, capsys):
+    pretrain(tiny(negatives={"size": 100}, epochs=1), out=tmp_path / "run")
+    assert "older keys of itself" in capsys.readouterr().out
+
+
+def test_advice_is_told_and_recorded(tiny, rows, tmp_path, capsys):
+    run = pretrain(tiny(objective={"alpha": 0.0}, negatives={"size": 200}, epochs=4), out=tmp_path / "run")
+    advice = [row["text"] for row in rows(run, "advice")]
+    assert any("real keys replace them" in text for text in advice)
+    assert "real keys replace them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "message"), [("tpu9", "no device"), ("meta", "not supported")])
+def test_a_device_that_is_not_there(name, message):
+    with pytest.raises(co2.UserError, match=message):
+        choose_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_gpu_that_is_not_there():
+    with pytest.raises(co2.UserError, match="--device cpu"):
+        choose_device("cuda")
+    assert choose_device("auto") == torch.device("cpu")
+
+
+def test_workers_as_asked_or_as_the_machine_has():
+    assert choose_workers(0) == 0
+    assert choose_workers(5) == 5
+    assert 0 <= choose_workers(-1) <= 16

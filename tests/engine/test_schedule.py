@@ -1,0 +1,39 @@
+import math
+
+import pytest
+
+from co2.engine.schedule import learning_rate
+from co2.engine.specification import OptimisationSpecification
+
+
+def rates(steps=100, **settings):
+    specification = OptimisationSpecification(**settings)
+    return [learning_rate(specification, 2.0, step, steps) for step in range(steps)]
+
+
+def test_cosine_is_the_closed_form():
+    expected = [2.0 * 0.5 * (1 + math.cos(math.pi * step / 100)) for step in range(100)]
+    assert rates(schedule="cosine") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("steps", [10, 50, 200])
+def test_milestones_scale_with_the_length_of_the_run(steps):
+    values = rates(steps, schedule="step", milestones=(0.6, 0.8), step_factor=0.1)
+    drops = [step for step in range(1, steps) if values[step] < values[step - 1] * 0.5]
+    assert drops == [round(0.6 * steps), round(0.8 * steps)]
+
+
+def test_warm_up_rises_linearly_to_the_peak_and_then_the_schedule_starts_from_it():
+    values = rates(schedule="cosine", warm_up=0.1)
+    assert values[:10] == pytest.approx([2.0 * (step + 1) / 10 for step in range(10)])
+    assert values[10] == pytest.approx(2.0)
+    assert values[10:] == sorted(values[10:], reverse=True)
+    assert values[-1] < 0.01
+
+
+def test_a_resumed_run_has_the_rate_of_its_step_and_no_history():
+    # A pure function: asked for in any order, it gives the same.
+    specification = OptimisationSpecification(schedule="step", milestones=(0.5,))
+    late = learning_rate(specification, 1.0, 80, 100)
+    learning_rate(specification, 1.0, 3, 100)
+    assert learning_rate(specification, 1.0, 80, 100) == late == pytest.approx(0.1)

@@ -1,0 +1,124 @@
+import os
+import pickle
+import stat
+
+import pytest
+import torch
+import torchvision
+
+import co2
+from co2 import recipes
+from co2.checkpoint import (
+    load_backbone,
+    newest_checkpoint,
+    read_checkpoint,
+    save_backbone,
+    write_atomically,
+    write_checkpoint,
+)
+from co2.encoders.backbones import build_backbone
+
+
+def test_state_comes_back_as_it_was(tmp_path):
+    state = {"step": 3, "text": "a", "weights": {"w": torch.randn(4, 3)}, "nothing": None}
+    path = write_checkpoint(tmp_path, state, 3)
+    back = read_checkpoint(path)
+    assert torch.equal(back["weights"].pop("w"), state["weights"].pop("w"))
+    assert back == state
+
+
+def test_the_last_three_are_kept_and_the_newest_is_found_by_number(tmp_path):
+    for step in (9, 10, 100, 1000):
+        write_checkpoint(tmp_path, {"step": step}, step)
+    names = sorted(os.listdir(tmp_path / "checkpoints"))
+    assert names == ["step-000000010.pt", "step-000000100.pt", "step-000001000.pt"]
+    assert read_checkpoint(newest_checkpoint(tmp_path))["step"] == 1000
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert newest_checkpoint(tmp_path) is None
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def fail(file):
+        file.write(b"half of the n")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, fail)
+    assert path.read_bytes() == b"old"
+    # What is left of the failed attempt is no checkpoint to anybody.
+    write_checkpoint(tmp_path, {"step": 1}, 1)
+    (tmp_path / "checkpoints" / "step-000000002.pt.writing").write_bytes(b"half")
+    assert newest_checkpoint(tmp_path).name == "step-000000001.pt"
+
+
+def test_a_damaged_checkpoint_is_told_in_a_sentence(tmp_path):
+    path = write_checkpoint(tmp_path, {"w": torch.zeros(1000)}, 1)
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(co2.UserError, match="damaged or incomplete"):
+        read_checkpoint(path)
+
+
+class Malicious:
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (self.target,)
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    path, target = tmp_path / "step-1.pt", tmp_path / "owned"
+    torch.save({"step": Malicious(str(target))}, path)
+    with pytest.raises(co2.UserError, match="not written by this program"):
+        read_checkpoint(path)
+    path.write_bytes(pickle.dumps(Malicious(str(target))))
+    with pytest.raises(co2.UserError):
+        read_checkpoint(path)
+    assert not target.exists()
+
+
+def saved(tmp_path, experiment, backbone):
+    save_backbone(tmp_path / "backbone.safetensors", backbone, experiment)
+    return tmp_path
+
+
+def test_a_backbone_loads_strictly_into_the_plain_torchvision_model(tmp_path):
+    experiment = recipes.moco_v2().edit(encoder={"backbone": "torchvision/resnet18"})
+    backbone = build_backbone("torchvision/resnet18")
+    run = saved(tmp_path, experiment, backbone)
+    from safetensors.torch import load_file
+
+    plain = torchvision.models.resnet18()
+    missing, unexpected = plain.load_state_dict(load_file(run / "backbone.safetensors"), strict=False)
+    assert (missing, unexpected) == (["fc.weight", "fc.bias"], [])
+    plain.fc = torch.nn.Identity()
+    images = torch.randn(2, 3, 64, 64)
+    assert torch.equal(plain.eval()(images), load_backbone(run).eval()(images))
+
+
+def test_load_backbone_takes_a_folder_or_a_file_and_makes_a_classifier(tmp_path):
+    experiment = recipes.demo_moco()
+    backbone = build_backbone(experiment.encoder.backbone, stem=experiment.encoder.stem, view_size=32)
+    run = saved(tmp_path, experiment, backbone)
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(load_backbone(run).eval()(images), backbone.eval()(images))
+    assert torch.equal(load_backbone(str(run / "backbone.safetensors")).eval()(images), backbone(images))
+    assert load_backbone(run, classes=7)(images).shape == (2, 7)
+
+
+def test_load_backbone_explains_what_is_missing(tmp_path):
+    with pytest.raises(co2.UserError, match="no backbone at"):
+        load_backbone(tmp_path)
+    (tmp_path / "backbone.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(co2.UserError, match="not a readable safetensors file"):
+        load_backbone(tmp_path)
+
+
+def test_files_are_readable_by_others_as_the_user_set_it(tmp_path):
+    write_atomically(tmp_path / "file", lambda file: file.write(b"x"))
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) & 0o400

@@ -1,0 +1,112 @@
+"""The command line as a person meets it: real processes, exit codes, and no tracebacks."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torchvision
+
+import co2
+
+
+def run(*words, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", "co2.cli", *map(str, words)], capture_output=True, text=True, timeout=300, **kwargs
+    )
+
+
+def refused(*words, **kwargs):
+    """A mistake: exit code 2, nothing like a traceback, and the message on one screen."""
+    result = run(*words, **kwargs)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr + result.stdout
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.stderr + result.stdout).split())
+
+
+SMALL = ["--views.size", "16", "--batch-size", "16", "--epochs", "1", "--device", "cpu", "--negatives.size", "30"]
+
+
+def test_help_names_every_command():
+    text = run("--help").stdout
+    for command in ("pretrain", "recipes", "demo", "data"):
+        assert command in text
+
+
+def test_version():
+    assert run("--version").stdout.strip() == co2.__version__
+
+
+def test_recipes_lists_all_and_prints_one():
+    listing = run("recipes").stdout
+    for name in co2.recipes.RECIPES:
+        assert name in listing
+    assert co2.Experiment.from_json(run("recipes", "co2-v2").stdout) == co2.recipes.co2_v2()
+
+
+def test_pretrain_end_to_end_prints_three_lines_that_work(tmp_path):
+    out = tmp_path / "my run"
+    result = run("pretrain", "demo-co2", "--data", "shapes:40:16", "--out", out, *SMALL, "--objective.alpha", "2.5")
+    assert result.returncode == 0, result.stderr
+    assert json.loads((out / "config.json").read_text())["objective"]["alpha"] == 2.5
+    lines = [line[4:] for line in result.stdout.splitlines() if line.startswith("    ")]
+    names = {"images": torch.randn(2, 3, 16, 16)}
+    exec("\n".join(lines), names)
+    assert names["features"].shape[0] == 2
+
+
+def test_misspelt_words_get_a_hint():
+    assert "Did you mean 'pretrain'" in refused("pretrian")
+    assert "Did you mean 'moco-v2'" in refused("pretrain", "mocov2")
+    assert "--epochs" in refused("pretrain", "moco-v2", "--epoch", "3")
+    assert "Did you mean 'shapes'" in refused("data", "shape")
+
+
+def test_a_misspelt_backbone_gets_a_hint(tmp_path):
+    words = ["pretrain", "demo-moco", "--data", "shapes:40:16", "--out", tmp_path / "run", *SMALL]
+    text = refused(*words, "--encoder.stem", "standard", "--encoder.backbone", "torchvision/resnet51")
+    assert "torchvision/resnet5" in text or "resnet50" in text
+
+
+def test_bad_settings_are_told_plainly(tmp_path):
+    assert "above 0" in refused("pretrain", "moco-v2", "--objective.tau-instance", "0")
+    assert "one group of batch statistics" in refused("pretrain", "moco-v2", "--encoder.groups", "1")
+    assert "Name the recipe first" in refused("pretrain", "--data", "shapes")
+
+
+def test_bad_data_is_told_plainly_and_writes_nothing(tmp_path):
+    out = tmp_path / "run"
+    assert "There is no" in refused("pretrain", "demo-moco", "--data", tmp_path / "nowhere", "--out", out)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused("pretrain", "demo-moco", "--data", empty, "--out", out)
+    (empty / "notes.txt").write_text("no picture")
+    refused("pretrain", "demo-moco", "--data", empty, "--out", out)
+    (empty / "a.png").write_bytes(b"no picture either")
+    refused("pretrain", "demo-moco", "--data", empty, "--out", out)
+    assert not out.exists()
+
+
+def test_an_occupied_out_folder_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("dear to me")
+    text = refused("pretrain", "demo-moco", "--data", "shapes:40:16", "--out", tmp_path, *SMALL)
+    assert "--resume" in text
+    assert "--out" in text
+    assert (tmp_path / "thesis.txt").read_text() == "dear to me"
+
+
+@pytest.mark.parametrize("layout", ["folder", "voc"])
+def test_data_shapes_writes_trees_that_torchvision_reads(tmp_path, layout):
+    result = run("data", "shapes", tmp_path / "out", "--layout", layout, "--count", 30, "--size", 48)
+    assert result.returncode == 0, result.stderr
+    if layout == "folder":
+        parts = [torchvision.datasets.ImageFolder(tmp_path / "out" / split) for split in ("train", "val")]
+        assert sum(map(len, parts)) == 30
+    else:
+        root = next(folder for folder, names, _ in os.walk(tmp_path / "out") if "VOCdevkit" in names)
+        images = torchvision.datasets.VOCDetection(root, year="2012", image_set="trainval", download=False)
+        assert len(images) == 30
+    assert "not empty" in refused("data", "shapes", tmp_path / "out", "--layout", layout)
