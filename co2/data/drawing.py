@@ -38,7 +38,8 @@ class Picture:
 def render(index: int, size: int, seed: int = 0, split: Split = "train", several: bool = False) -> Picture:
     """Draw picture `index`: one object, of class `index % 10`, or with `several` a scene with that and perhaps more."""
     stream = _STREAMS[split] + len(_STREAMS) * several
-    random = np.random.Generator(np.random.Philox(key=[seed % 2**64, stream], counter=[0, 0, index, 0]))
+    key, counter = np.array([seed % 2**64, stream], dtype=np.uint64), np.array([0, 0, index, 0], dtype=np.uint64)
+    random = np.random.Generator(np.random.Philox(key=key, counter=counter))
     most = _MOST_OBJECTS if several and size >= SMALLEST_SCENE else 1
     number = int(random.integers(1, most + 1))
 

@@ -192,7 +192,7 @@ def _voc_masks(picture: Picture) -> tuple[Image.Image, Image.Image]:
     images = []
     for numbers in (by_class, by_object):
         numbers[border] = _VOID
-        image = Image.fromarray(numbers, mode="L").convert("P")
+        image = Image.fromarray(numbers).convert("P")
         image.putpalette(_VOC_PALETTE)
         images.append(image)
     return images[0], images[1]

@@ -1,0 +1,172 @@
+"""What the user may write after --data, and what they are told when it does not work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from co2.data.open import open_data
+from co2.errors import UserError
+
+
+def put(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(root / name, "PNG")
+
+
+@pytest.mark.parametrize(
+    ("specification", "count", "size"), [("shapes", 4000, 32), ("shapes:70", 70, 32), ("shapes:30:48", 30, 48)]
+)
+def test_shapes(specification: str, count: int, size: int) -> None:
+    data = open_data(specification)
+    assert data.bank is data.train
+    assert data.test is not None
+    assert (len(data.train), len(data.test)) == (count, 1000)
+    assert data.train.image(1).shape == data.test.image(1).shape == (3, size, size)
+    assert not torch.equal(data.train.image(1), data.test.image(1))
+    assert data.description == f"shapes: {count:,} rendered pictures of {size} pixels, 10 classes; 1,000 held out"
+
+
+@pytest.mark.parametrize("specification", ["shapes:", "shapes:many", "shapes:10:20:30", "shapes:-5", "shapes:1.5"])
+def test_shapes_misspelt(specification: str) -> None:
+    with pytest.raises(UserError, match="Write shapes, shapes:COUNT or shapes:COUNT:SIZE"):
+        open_data(specification)
+
+
+def test_a_folder_called_shapes_is_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "shapes/a.png")
+    monkeypatch.chdir(tmp_path)
+    assert "write ./shapes" in open_data("shapes").description
+    assert len(open_data("./shapes").train) == 1
+
+
+def test_digits() -> None:
+    data = open_data("digits")
+    assert data.test is not None
+    assert (len(data.train), len(data.test)) == (1437, 360)
+    assert "1,437 images" in data.description
+
+
+def test_a_folder_without_and_with_classes(tmp_path: Path) -> None:
+    put(tmp_path, "plain/1.png", "plain/2.png", "sorted/cat/1.png", "sorted/dog/2.png")
+    plain, labelled = open_data(str(tmp_path / "plain")), open_data(str(tmp_path / "sorted"))
+    assert (plain.bank, plain.test) == (None, None)
+    assert plain.description == f"{tmp_path}/plain: 2 images, no labels"
+    assert labelled.bank is labelled.train
+    assert labelled.test is None
+    assert labelled.description == f"{tmp_path}/sorted: 2 images, 2 classes"
+
+
+def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "pictures/1.png")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(open_data("~/pictures").train) == 1
+
+
+def test_a_list(tmp_path: Path) -> None:
+    put(tmp_path, "1.png", "2.png")
+    (tmp_path / "list.txt").write_text("2.png\tdog\n1.png\tcat\n")
+    data = open_data(str(tmp_path / "list.txt"))
+    assert data.bank is data.train
+    assert data.train.classes == ("cat", "dog")
+    assert data.description == f"{tmp_path}/list.txt: a list of 2 images, 2 classes"
+
+
+@pytest.mark.parametrize("held_out", ["val", "validation", "test"])
+def test_splits(tmp_path: Path, held_out: str) -> None:
+    put(tmp_path, "train/cat/1.png", "train/dog/2.png", f"{held_out}/dog/3.png", f"{held_out}/cat/4.png", "extra/5.png")
+    data = open_data(str(tmp_path))
+    assert data.bank is data.train
+    assert data.test is not None
+    assert data.test.labels is not None
+    assert (len(data.train), data.test.labels.tolist()) == (2, [0, 1])
+    assert data.description == f"{tmp_path}: 2 images, 2 classes in train; 2 held out in {held_out} (not used: extra)"
+
+
+def test_val_is_preferred_unless_only_test_has_labels(tmp_path: Path) -> None:
+    put(tmp_path, "train/a/1.png", "train/b/2.png", "val/a/3.png", "val/b/4.png", "test/a/5.png", "test/b/6.png")
+    test = open_data(str(tmp_path)).test
+    assert test is not None
+    assert test.describe(0).endswith("val/a/3.png")
+    put(tmp_path, "val/loose.png")
+    test = open_data(str(tmp_path)).test
+    assert test is not None
+    assert test.describe(0).endswith("test/a/5.png")
+
+
+def test_splits_number_their_classes_alike(tmp_path: Path) -> None:
+    put(tmp_path, "train/bee/1.png", "train/cat/2.png", "val/ant/3.png", "val/cat/4.png")
+    data = open_data(str(tmp_path))
+    assert data.test is not None
+    assert data.test.labels is not None
+    assert data.train.labels is not None
+    assert data.train.classes == data.test.classes == ("bee", "cat", "ant")
+    assert (data.train.labels.tolist(), data.test.labels.tolist()) == ([0, 1], [2, 1])
+
+
+def test_splits_of_which_one_is_not_labelled(tmp_path: Path) -> None:
+    put(tmp_path, "a/train/x/1.png", "a/train/y/2.png", "a/val/3.png")
+    put(tmp_path, "b/train/1.png", "b/val/x/3.png", "b/val/y/2.png")
+    first, second = open_data(str(tmp_path / "a")), open_data(str(tmp_path / "b"))
+    assert first.bank is first.train
+    assert first.test is None
+    assert "val has no class folders and is left out" in first.description
+    assert second.bank is None
+    assert second.test is not None
+    assert second.test.classes == ("x", "y")
+
+
+def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    for wrong in ("picturs", "picturs/deeper"):
+        with pytest.raises(UserError, match=r"no file or folder .*Did you mean 'pictures'\?.*shapes, digits"):
+            open_data(str(tmp_path / wrong))
+    with pytest.raises(UserError, match="Did you mean 'digits'"):
+        open_data("digit")
+    with pytest.raises(UserError, match="no file or folder ''"):
+        open_data("")
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "deeper").mkdir()
+    with pytest.raises(UserError, match=r"is empty. Put images into it \(.jpg, "):
+        open_data(str(tmp_path))
+
+
+def test_a_folder_of_other_things(tmp_path: Path) -> None:
+    for name in ("a.heic", "b.HEIC", "c.mp4", "README"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(
+        UserError, match=r"\.heic \(2\), no extension \(1\), \.mp4 \(1\); read are \.jpg, .* Convert them"
+    ):
+        open_data(str(tmp_path))
+    (tmp_path / "all.tar.gz").write_text("x")
+    with pytest.raises(UserError, match=r"\.gz \(1\).*Unpack the archive first"):
+        open_data(str(tmp_path))
+
+
+def test_a_single_image(tmp_path: Path) -> None:
+    put(tmp_path, "one.PNG")
+    with pytest.raises(UserError, match=r"is a single image\. Give the folder"):
+        open_data(str(tmp_path / "one.PNG"))
+
+
+def test_nothing_but_unreadable_images_is_said_at_once(tmp_path: Path) -> None:
+    for number in range(30):
+        (tmp_path / f"{number}.jpg").write_text("no image")
+    with pytest.raises(
+        UserError, match=r"None of 5 images tried from .*\n.*/0\.jpg: not an image(.|\n)*whole and readable"
+    ):
+        open_data(str(tmp_path))
+    put(tmp_path, "99.png")  # one of those tried
+    assert len(open_data(str(tmp_path)).train) == 31
+
+
+def test_a_list_whose_images_are_not_there(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("gone.png\n")
+    with pytest.raises(UserError, match=r"The only image .* cannot be read:\n.*gone\.png: the file does not exist"):
+        open_data(str(tmp_path / "list.txt"))

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from co2.data.source import ArraySource
+
+
+def numbered(count: int) -> ArraySource:
+    """Image i is filled with the number i."""
+    pixels = np.broadcast_to(np.arange(count, dtype=np.uint8)[:, None, None, None], (count, 3, 2, 2)).copy()
+    return ArraySource("numbers", pixels, np.arange(count) % 3, ("a", "b", "c"))
+
+
+def test_a_subset_follows_its_indices() -> None:
+    part = numbered(10).subset([7, 2, 2])
+    assert len(part) == 3
+    assert [int(part.image(index)[0, 0, 0]) for index in range(3)] == [7, 2, 2]
+    assert part.labels is not None
+    assert part.labels.tolist() == [1, 2, 2]
+    assert part.classes == ("a", "b", "c")
+    assert part.describe(0) == "numbers image 7"
+    assert int(part.subset(np.array([2, 0])).image(1)[0, 0, 0]) == 7
+
+
+def test_a_subset_of_unlabelled_images_has_no_labels() -> None:
+    source = ArraySource("numbers", np.zeros((4, 3, 2, 2), dtype=np.uint8))
+    assert source.subset([1]).labels is None
+    assert len(source.subset([])) == 0
+
+
+@pytest.mark.parametrize("index", [-1, 10])
+def test_a_subset_refuses_what_is_not_there(index: int) -> None:
+    with pytest.raises(IndexError, match="0 to 9"):
+        numbered(10).subset([0, index])
+
+
+def test_changing_an_image_does_not_change_the_data() -> None:
+    source = numbered(3)
+    source.image(1).zero_()
+    assert int(source.image(1)[0, 0, 0]) == 1
+
+
+def test_sources_pickle() -> None:
+    copy = pickle.loads(pickle.dumps(numbered(5).subset([4, 1])))
+    assert torch.equal(copy.image(0), torch.full((3, 2, 2), 4, dtype=torch.uint8))
