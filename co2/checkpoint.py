@@ -101,14 +101,17 @@ def load_backbone(run: str | Path, classes: int = 0) -> nn.Module:
     """
     weights, description = read_backbone(run)
     stem: Any = description["stem"]
-    backbone = build_backbone(
-        description["backbone"], stem=stem, view_size=int(description["view_size"]), classes=classes
-    )
-    missing, unexpected = backbone.load_state_dict(weights, strict=False)
-    expected_missing = set(backbone.state_dict()) - set(weights) if classes else set()
-    if unexpected or set(missing) != expected_missing:
-        raise UserError(f"{run} does not fit {description['backbone']}: missing {missing}, unexpected {unexpected}.")
-    return backbone
+    name, view_size = description["backbone"], int(description["view_size"])
+    backbone = build_backbone(name, stem=stem, view_size=view_size)
+    try:
+        backbone.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"{run} does not fit {name}. {error}") from error
+    if not classes:
+        return backbone
+    with_classifier = build_backbone(name, stem=stem, view_size=view_size, classes=classes)
+    with_classifier.load_state_dict(weights, strict=False)  # all but the new classifier, as the strict load has shown
+    return with_classifier
 
 
 def read_backbone(run: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -111,6 +111,16 @@ def test_load_backbone_takes_a_folder_or_a_file_and_makes_a_classifier(tmp_path)
     assert load_backbone(run, classes=7)(images).shape == (2, 7)
 
 
+@pytest.mark.parametrize("classes", [0, 5])
+def test_a_backbone_with_weights_missing_is_refused_by_name(tmp_path, classes):
+    experiment = recipes.demo_moco()
+    backbone = build_backbone(experiment.encoder.backbone, stem=experiment.encoder.stem, view_size=32)
+    del backbone.layer4
+    run = saved(tmp_path, experiment, backbone)
+    with pytest.raises(co2.UserError, match=r"(?s)does not fit co2/resnet10-narrow.*layer4"):
+        load_backbone(run, classes=classes)
+
+
 def test_load_backbone_explains_what_is_missing(tmp_path):
     with pytest.raises(co2.UserError, match="no backbone at"):
         load_backbone(tmp_path)

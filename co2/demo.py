@@ -1,0 +1,262 @@
+"""MoCo and MoCo + CO2 side by side on rendered shapes, on the CPU, and a page that compares them.
+
+Each run is an ordinary `co2 pretrain` in a process of its own; this module starts both, watches their metrics, looks
+at the backbones they leave, and writes the page.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from torch import nn
+
+from co2 import recipes
+from co2.checkpoint import CONFIG, load_backbone
+from co2.config import Experiment
+from co2.data.open import DataSplits, open_data
+from co2.data.source import ImageSource
+from co2.engine.mechanisms import build_mechanism
+from co2.engine.records import METRICS
+from co2.errors import UserError
+from co2.evaluation.knn import embed
+from co2.measures.knn import nearest
+from co2.report.gallery import Gallery, Picture
+from co2.report.page import Page, next_steps, write_page
+from co2.report.runs import read_run
+from co2.report.story import untrained_of
+from co2.report.tables import Outcome, outcomes
+
+METHODS = {"MoCo": "demo-moco", "MoCo + CO2": "demo-co2"}
+UNTRAINED = "untrained"
+PAGE = "index.html"
+GALLERY_QUERIES = 6
+GALLERY_NEIGHBOURS = 6
+
+
+def demo(out: str, *, epochs: int | None = None, seed: int = 0) -> Path:
+    """Run the demo in the folder `out` and return the path of the page."""
+    folder = Path(out)
+    _make_room(folder)
+    console = Console(highlight=False)
+    console.print(
+        "Pre-training the same small network twice on pictures of shapes, without labels: with MoCo, and with MoCo and "
+        "the consistency term of CO2. This takes two or three minutes.\n"
+    )
+    runs = [_start(name, recipe, folder, epochs, seed) for name, recipe in METHODS.items()]
+    _watch(runs, console)
+
+    console.print("\nLooking up nearest neighbours in the untrained and the two trained networks ...")
+    experiment = Experiment.from_json((runs[0].folder / CONFIG).read_text())
+    data = open_data(experiment.data)
+    assert data.bank is not None
+    assert data.test is not None
+    backbones: dict[str, nn.Module] = {UNTRAINED: build_mechanism(experiment, len(data.train)).encoder.backbone}
+    backbones |= {run.name: load_backbone(run.folder) for run in runs}
+    records = tuple(read_run(run.folder, name=run.name, seconds=run.seconds) for run in runs)
+    untrained = untrained_of(records)
+    page = write_page(
+        folder / PAGE,
+        Page(
+            title="MoCo and MoCo + CO2, side by side",
+            introduction=_introduction(experiment, data),
+            runs=records,
+            untrained=untrained,
+            galleries=_galleries(backbones, experiment, data.bank, data.test),
+            next_steps=next_steps(runs[-1].folder),
+        ),
+    )
+    console.print(_summary(outcomes(records, untrained)))
+    console.print(f"\nThe page that compares them: [bold]{page.resolve().as_uri()}[/bold]", soft_wrap=True)
+    return page
+
+
+@dataclass
+class _Run:
+    name: str
+    folder: Path
+    epochs: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    started: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+
+    def latest(self) -> dict[str, Any]:
+        """The newest value of everything that the run has measured so far."""
+        values: dict[str, Any] = {}
+        path = self.folder / METRICS
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # a line that is being written
+            if row["kind"] != "advice":
+                values |= row
+        return values
+
+
+def _make_room(folder: Path) -> None:
+    """Remove an earlier demo; leave anything else alone."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file. Give the demo a folder with --out.")
+    known = {PAGE, *METHODS.values(), *(f"{recipe}.log" for recipe in METHODS.values())}
+    foreign = sorted({path.name for path in folder.glob("*")} - known)
+    if foreign:
+        raise UserError(
+            f"{folder} holds things that are not from a demo ({', '.join(foreign[:3])}). Give another --out."
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _start(name: str, recipe: str, folder: Path, epochs: int | None, seed: int) -> _Run:
+    experiment = recipes.get(recipe)
+    epochs = epochs or experiment.epochs
+    run, log = folder / recipe, folder / f"{recipe}.log"
+    words = ["pretrain", recipe, "--out", str(run), "--epochs", str(epochs), "--seed", str(seed), "--device", "cpu"]
+    # Two processes of one thread each get more done on two cores than two threads in turn.
+    threads = str(max(1, (os.cpu_count() or 2) // len(METHODS)))
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "co2.cli", *words],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": threads},
+        )
+    return _Run(name, run, epochs, process, log)
+
+
+def _watch(runs: list[_Run], console: Console) -> None:
+    """Show how the runs get on until all have ended."""
+    with _ended_with_us(runs), Live(console=console, refresh_per_second=4, transient=False) as live:
+        shown: dict[str, float] = {}
+        while any(run.process.poll() is None for run in runs) or any(not run.seconds for run in runs):
+            values = {run.name: run.latest() for run in runs}
+            for run in runs:
+                if run.process.poll() is not None and not run.seconds:
+                    run.seconds = time.monotonic() - run.started
+                    if run.process.returncode:
+                        raise UserError(f"{run.name} ended early:\n{run.log.read_text().strip()[-2000:]}")
+            if console.is_terminal:
+                live.update(_progress_table(runs, values))
+            else:
+                _print_epochs(runs, values, shown, console)
+            time.sleep(0.25)
+        if console.is_terminal:
+            live.update(_progress_table(runs, {run.name: run.latest() for run in runs}))
+
+
+@contextmanager
+def _ended_with_us(runs: list[_Run]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for run in runs:
+            if run.process.poll() is None:
+                run.process.kill()
+                run.process.wait()
+
+
+def _progress_table(runs: list[_Run], values: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("method")
+    for heading in ("epoch", "L_ins", "L_con", "instance found", "kNN", "images/s"):
+        table.add_column(heading, justify="right", min_width=8)
+    for run in runs:
+        row = values[run.name]
+        table.add_row(
+            run.name,
+            f"{row.get('epoch', 0):.1f}/{run.epochs}",
+            _number(row.get("instance"), ".3f"),
+            _number(row.get("consistency"), ".3f"),
+            _number(row.get("top1"), ".1%"),
+            _number(row.get("knn_top1"), ".1%"),
+            _number(row.get("images_per_second"), ",.0f"),
+        )
+    return table
+
+
+def _print_epochs(
+    runs: list[_Run], values: Mapping[str, Mapping[str, Any]], shown: dict[str, float], console: Console
+) -> None:
+    """Where nobody watches, a line every few epochs."""
+    for run in runs:
+        row = values[run.name]
+        epoch = int(row.get("epoch", 0))
+        if row.get("consistency") is None or epoch < shown.get(run.name, 0) + 4:
+            continue
+        shown[run.name] = epoch
+        losses = f"L_ins {row['instance']:.3f}  L_con {row['consistency']:.3f}"
+        knn = _number(row.get("knn_top1"), ".1%")
+        console.print(f"{run.name:<11} epoch {epoch:>2}/{run.epochs}  {losses}  kNN {knn}")
+
+
+def _number(value: float | None, style: str) -> str:
+    return "-" if value is None else format(value, style)
+
+
+def _galleries(
+    backbones: Mapping[str, nn.Module], experiment: Experiment, bank: ImageSource, test: ImageSource
+) -> tuple[Gallery, ...]:
+    """The first held-out picture of each of a few classes, and its neighbours under every network."""
+    assert test.labels is not None
+    first = {int(label): place for place, label in reversed(list(enumerate(test.labels)))}
+    chosen = [first[label] for label in sorted(first)][:: max(1, len(first) // GALLERY_QUERIES)][:GALLERY_QUERIES]
+    queries = test.subset(chosen)
+    found = {
+        name: nearest(
+            embed(backbone, bank, experiment.views).features,
+            embed(backbone, queries, experiment.views).features,
+            GALLERY_NEIGHBOURS,
+        )
+        for name, backbone in backbones.items()
+    }  # [queries, neighbours] each
+    return tuple(
+        Gallery(
+            _picture(queries, place),
+            {name: [_picture(bank, int(row)) for row in rows[place]] for name, rows in found.items()},
+        )
+        for place in range(len(queries))
+    )
+
+
+def _picture(source: ImageSource, index: int) -> Picture:
+    assert source.labels is not None
+    return Picture.of(source.image(index), source.classes[int(source.labels[index])])
+
+
+def _introduction(experiment: Experiment, data: DataSplits) -> str:
+    return (
+        f"The same network ({experiment.encoder.backbone}) was pre-trained twice from the same starting point on "
+        f"{len(data.train):,} pictures of shapes for {experiment.epochs} epochs, without labels: with MoCo, and with "
+        "MoCo and the consistency term. Labels were used afterwards only, to see what the networks had learnt: a "
+        "held-out picture is given the class of its nearest neighbours."
+    )
+
+
+def _summary(rows: Sequence[Outcome]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("network")
+    for heading in ("kNN accuracy", "L_ins", "L_con", "instance found"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row.network,
+            _number(row.knn_top1, ".1%"),
+            _number(row.instance, ".3f"),
+            _number(row.consistency, ".3f"),
+            _number(row.top1, ".1%"),
+        )
+    return table
