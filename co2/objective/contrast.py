@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -9,9 +11,15 @@ from torch import Tensor, nn
 
 from co2.errors import did_you_mean
 from co2.objective.reference import reference
-from co2.objective.specification import Backend
+from co2.objective.specification import Backend, Precision
 
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "fused")
+PRECISIONS: tuple[Precision, ...] = ("fast", "full")
+
+# Checks the contract of `contrast` (unit rows, no NaN) on every call, at the price of waiting for the device.
+DEBUG = os.environ.get("CO2_DEBUG", "0") not in ("", "0")
+
+_told: set[str] = set()  # fallbacks that were mentioned already
 
 
 class Contrast(NamedTuple):
@@ -33,6 +41,7 @@ def contrast(
     exclude: Tensor | None = None,
     detach_target: bool = False,
     backend: Backend = "auto",
+    precision: Precision = "fast",
 ) -> Contrast:
     """InfoNCE and the consistency term of CO2 for each query.
 
@@ -46,18 +55,44 @@ def contrast(
         exclude: [B, E] integers: columns of `negatives` that a row must not see (itself, say). An entry that is no
             column, such as -1, excludes nothing; naming a column twice is naming it once.
         detach_target: pass no gradient through the positive's similarities in the consistency term.
-        backend: "reference" (plain PyTorch), "fused" (one kernel, CUDA), or "auto" for whichever fits.
+        backend: "reference" (plain PyTorch), "fused" (Triton kernels that hold no [B, K] matrix), or "auto": fused on
+            an NVIDIA GPU that can run it, the reference elsewhere.
+        precision: how the fused kernels multiply matrices. "fast" rounds their operands to ten bits of mantissa, as
+            TF32 does; "full" keeps float32 and is slower. Sums are float32 either way. The reference does not look
+            at this and follows torch.set_float32_matmul_precision.
 
     Returns:
         `Contrast(instance, consistency, rank)`, each [B]. The losses are float32, or float64 for float64 inputs.
         A row whose columns are all excluded has nothing to be told apart from: both its losses are 0.
     """
-    _check(query, positive, negatives, tau_instance, tau_consistency, label_smoothing, exclude, backend)
+    _check(query, positive, negatives, tau_instance, tau_consistency, label_smoothing, exclude, backend, precision)
+    if DEBUG:
+        _check_rows(query=query, positive=positive, negatives=negatives)
+    arguments = (query, positive, negatives, tau_instance, tau_consistency, label_smoothing, exclude, detach_target)
+    if _takes_fused(query, backend):
+        from co2.objective.fused import fused
+
+        return Contrast(*fused(*arguments, precision == "full"))
+    return Contrast(*reference(*arguments))
+
+
+def _takes_fused(query: Tensor, backend: Backend) -> bool:
+    if backend == "reference" or (backend == "auto" and query.device.type != "cuda"):
+        return False
+    try:
+        from co2.objective.fused import obstacle
+    except ImportError as error:
+        why_not: str | None = f"Triton cannot be imported ({error})"
+    else:
+        why_not = obstacle(query)
+    if why_not is None:
+        return True
     if backend == "fused":
-        raise ValueError("backend='fused' is not available in this version. Use backend='auto' or 'reference'.")
-    return Contrast(
-        *reference(query, positive, negatives, tau_instance, tau_consistency, label_smoothing, exclude, detach_target)
-    )
+        raise ValueError(f"backend='fused' cannot run here: {why_not}. Use backend='auto' or 'reference'.")
+    if why_not not in _told and not torch.compiler.is_compiling():
+        _told.add(why_not)
+        warnings.warn(f"The objective runs in plain PyTorch, not as a fused kernel: {why_not}.", stacklevel=3)
+    return False
 
 
 class CO2Loss(nn.Module):
@@ -71,17 +106,19 @@ class CO2Loss(nn.Module):
         label_smoothing: float = 0.0,
         detach_target: bool = False,
         backend: Backend = "auto",
+        precision: Precision = "fast",
     ) -> None:
         super().__init__()
         if not alpha >= 0:
             raise ValueError(f"alpha must be 0 or more; got {alpha}.")
-        _check_settings(tau_instance, tau_consistency, label_smoothing, backend)
+        _check_settings(tau_instance, tau_consistency, label_smoothing, backend, precision)
         self.alpha = alpha
         self.tau_instance = tau_instance
         self.tau_consistency = tau_consistency
         self.label_smoothing = label_smoothing
         self.detach_target = detach_target
         self.backend: Backend = backend
+        self.precision: Precision = precision
 
     def forward(self, query: Tensor, positive: Tensor, negatives: Tensor, exclude: Tensor | None = None) -> Tensor:
         """The scalar loss of [B, D] queries with their [B, D] positives against [K, D] negatives."""
@@ -95,6 +132,7 @@ class CO2Loss(nn.Module):
             exclude=exclude,
             detach_target=self.detach_target,
             backend=self.backend,
+            precision=self.precision,
         )
         loss = terms.instance if terms.consistency is None else terms.instance + self.alpha * terms.consistency
         return loss.mean()
@@ -103,7 +141,9 @@ class CO2Loss(nn.Module):
         return f"alpha={self.alpha}, tau_instance={self.tau_instance}, tau_consistency={self.tau_consistency}"
 
 
-def _check_settings(tau_instance: float, tau_consistency: float | None, label_smoothing: float, backend: str) -> None:
+def _check_settings(
+    tau_instance: float, tau_consistency: float | None, label_smoothing: float, backend: str, precision: str
+) -> None:
     for name, tau in (("tau_instance", tau_instance), ("tau_consistency", tau_consistency)):
         if tau is not None and not 0 < tau < float("inf"):
             raise ValueError(f"{name} is a temperature and must be a number above 0; got {tau}.")
@@ -113,6 +153,23 @@ def _check_settings(tau_instance: float, tau_consistency: float | None, label_sm
         raise ValueError(
             f"There is no backend '{backend}': use one of {', '.join(BACKENDS)}.{did_you_mean(backend, BACKENDS)}"
         )
+    if precision not in PRECISIONS:
+        raise ValueError(f"There is no precision '{precision}': use one of {', '.join(PRECISIONS)}.")
+
+
+def _check_rows(**matrices: Tensor) -> None:
+    for name, matrix in matrices.items():
+        lengths = matrix.detach().double().norm(dim=1)  # [rows]
+        if not lengths.isfinite().all():
+            row = int((~lengths.isfinite()).nonzero()[0, 0])
+            raise ValueError(f"{name} holds NaN or infinity, first in row {row}.")
+        # Rows that were normalised and then rounded to 8 bits of mantissa are still this close to length 1.
+        if (lengths - 1).abs().max() > 0.01:
+            row = int((lengths - 1).abs().argmax())
+            raise ValueError(
+                f"{name} must have rows of length 1, and row {row} has length {lengths[row].item():.4g}: "
+                f"pass torch.nn.functional.normalize({name}, dim=1)."
+            )
 
 
 def _check(
@@ -124,8 +181,9 @@ def _check(
     label_smoothing: float,
     exclude: Tensor | None,
     backend: str,
+    precision: str,
 ) -> None:
-    _check_settings(tau_instance, tau_consistency, label_smoothing, backend)
+    _check_settings(tau_instance, tau_consistency, label_smoothing, backend, precision)
     for name, tensor in (("query", query), ("positive", positive), ("negatives", negatives)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 2:
             shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__

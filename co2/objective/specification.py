@@ -8,6 +8,7 @@ from typing import Literal
 from co2.errors import UserError
 
 Backend = Literal["auto", "reference", "fused"]
+Precision = Literal["fast", "full"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,4 @@ class NegativesSpecification:
         if not 0 <= self.momentum < 1:
             raise UserError(f"negatives.momentum must be in [0, 1); got {self.momentum}.")
         if self.symmetric and self.source != "queue":
-            raise UserError(
-                f"negatives.symmetric is for the queue; '{self.source}' has no key encoder. Leave it out."
-            )
+            raise UserError(f"negatives.symmetric is for the queue; '{self.source}' has no key encoder. Leave it out.")
