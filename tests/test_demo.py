@@ -1,0 +1,55 @@
+"""The demo as `make demo` runs it, but shorter; the whole of it behind `make test-all`."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import co2
+from co2.demo import demo
+from co2.report.runs import read_run
+
+
+def run_demo(out, *words):
+    command = [sys.executable, "-m", "co2.cli", "demo", "--out", str(out), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
+
+
+def test_two_epochs_of_the_demo_leave_two_runs_and_a_page(tmp_path):
+    result = run_demo(tmp_path / "demo", "--epochs", "1")
+    assert result.returncode == 0, result.stderr
+    assert set(os.listdir(tmp_path / "demo")) == {
+        "demo-co2",
+        "demo-co2.log",
+        "demo-moco",
+        "demo-moco.log",
+        "index.html",
+    }
+    page = (tmp_path / "demo" / "index.html").read_text()
+    assert page.count("<svg") >= 4
+    assert page.count("data:image/png") >= 6 * (1 + 3 * 6)
+    assert (tmp_path / "demo" / "index.html").as_uri() in result.stdout
+    for name in ("untrained", "MoCo", "MoCo + CO2"):
+        assert re.search(rf"^{re.escape(name)} +\d+\.\d%", result.stdout, re.MULTILINE)
+    # Both started from the same network: the untrained measurements agree to the last digit.
+    first = [read_run(tmp_path / "demo" / name).untrained("knn_top1") for name in ("demo-moco", "demo-co2")]
+    assert first[0] == first[1] is not None
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path):
+    (tmp_path / "holiday.jpg").write_bytes(b"precious")
+    with pytest.raises(co2.UserError, match=r"holiday\.jpg.*--out"):
+        demo(str(tmp_path))
+    assert (tmp_path / "holiday.jpg").read_bytes() == b"precious"
+
+
+@pytest.mark.slow
+def test_the_whole_demo_keeps_its_promise(tmp_path):
+    result = run_demo(tmp_path / "demo")
+    assert result.returncode == 0, result.stderr
+    plain, consistent = (read_run(tmp_path / "demo" / name) for name in ("demo-moco", "demo-co2"))
+    for run in (plain, consistent):
+        assert run.latest("knn_top1") >= run.untrained("knn_top1") + 0.15
+    assert consistent.final("consistency") < plain.final("consistency")
