@@ -2,6 +2,9 @@
 
 What is transparent is laid over white, as most programs show it: the colours stored under transparent pixels are
 often garbage. Numbers of 16 bits are scaled to 8, never clipped. Of an animation the first frame is taken.
+
+Files come from anywhere, so nothing in them is believed: whatever a file claims or holds, reading it gives pixels or
+`BadImage`, opens nothing but regular files, starts no program and takes a bounded amount of memory.
 """
 
 from __future__ import annotations
@@ -11,17 +14,25 @@ import logging
 import os
 import stat
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import BinaryIO
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
-from co2.data.source import BadImage
+from co2.data.source import BadImage, printable
 
 # Only these decoders are tried, whatever a file is called: some of Pillow's others start external programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+# A few kilobytes can unpack to gigabytes. Photographs of 108 million pixels exist; a file that holds so many pixels
+# without any compression, with transparency, just fits the second limit.
+MOST_PIXELS = 128_000_000
+MOST_BYTES = 512 * 2**20
+TOO_LARGE = f"larger than {MOST_BYTES // 2**20} MiB"
 
 # EXIF tag 0x0112 says how the camera was held; each value is undone by one transposition.
 _ORIENTATION_TAG = 0x0112
@@ -35,6 +46,7 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _BITS_PER_SAMPLE_TAG = 258
+_PIXELS_AT_ONCE = 1 << 20
 
 # Pillow reports oddities of TIFF files through its logger, which prints to the terminal unless it has a handler.
 logging.getLogger("PIL").addHandler(logging.NullHandler())
@@ -42,20 +54,42 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 def read_image(path: str | bytes | os.PathLike[str]) -> torch.Tensor:
     """The image in a file as uint8 [3, H, W]. Raises BadImage, and nothing else, if there is none to be had."""
+    with _open_regular(path) as file:
+        return _decode(file)
+
+
+def read_bytes(path: str | bytes | os.PathLike[str]) -> bytes:
+    """What is in an image file, without looking at it. Raises BadImage, and nothing else, if it cannot be read."""
+    with _open_regular(path) as file:
+        return file.read(MOST_BYTES)
+
+
+@contextmanager
+def _open_regular(path: str | bytes | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
-        information = os.stat(path)
-        if not stat.S_ISREG(information.st_mode):
-            raise BadImage("not a regular file")  # reading a pipe would wait for ever
-        if information.st_size == 0:
-            raise BadImage("empty file (0 bytes)")
-        with open(path, "rb") as file:
-            return _decode(file)
+        _check_regular(os.stat(path))  # before it is opened: opening a device may already do something
+        with open(path, "rb", opener=_without_waiting) as file:
+            _check_regular(os.fstat(file.fileno()))  # and again: it may have been exchanged for another
+            yield file
     except FileNotFoundError:
         raise BadImage("the file does not exist") from None
     except PermissionError:
         raise BadImage("no permission to read it") from None
     except (OSError, ValueError) as error:  # a failing disk, or a path with a NUL in it
         raise BadImage(f"cannot be opened ({_in_words(error)})") from None
+
+
+def _check_regular(information: os.stat_result) -> None:
+    if not stat.S_ISREG(information.st_mode):
+        raise BadImage("not a regular file")  # reading a pipe would wait for ever
+    if information.st_size == 0:
+        raise BadImage("empty file (0 bytes)")
+    if information.st_size > MOST_BYTES:
+        raise BadImage(TOO_LARGE)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def decode_image(data: bytes) -> torch.Tensor:
@@ -70,13 +104,15 @@ def _decode(file: BinaryIO) -> torch.Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(file, formats=FORMATS) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise Image.DecompressionBombError
                 image.load()
                 rgb = _rgb(_upright(image))
                 pixels = np.array(rgb)  # [H, W, 3] uint8
     except UnidentifiedImageError:
         raise BadImage("not an image, or damaged at its beginning") from None
-    except Image.DecompressionBombError:
-        raise BadImage(f"more than {2 * (Image.MAX_IMAGE_PIXELS or 0) // 1_000_000} million pixels") from None
+    except Image.DecompressionBombError:  # Pillow has a limit of its own, further up
+        raise BadImage(f"more than {MOST_PIXELS // 1_000_000} million pixels") from None
     except MemoryError:
         raise BadImage("does not fit into memory") from None
     except Exception as error:  # a broken file makes Pillow raise anything from SyntaxError to struct.error
@@ -96,12 +132,15 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
     if image.mode.startswith("I") or image.mode == "F":
         return Image.fromarray(_eight_bits(image)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        layer = image.convert("RGBA")
-        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, layer).convert("RGB")
+        layer = image if image.mode == "RGBA" else image.convert("RGBA")
+        white = Image.new("RGB", layer.size, (255, 255, 255))
+        white.paste(layer, mask=layer)
+        return white
     return image.convert("RGB")
 
 
@@ -111,23 +150,35 @@ def _eight_bits(image: Image.Image) -> np.ndarray:
     The full range is known for unsigned numbers of 16 (or 12) bits. Numbers of 32 bits and real numbers come without
     one: they are read as 0..1, 0..255 or 0..65535, the first that holds all of them, and else stretched.
     """
-    values = np.asarray(image).astype(np.float64)  # [H, W]
-    finite = np.isfinite(values)
-    values = np.where(finite, values, values[finite].min() if finite.any() else 0.0)
-    low, high = float(values.min()), float(values.max())
+    values = np.asarray(image)  # [H, W]
     if image.mode.startswith("I;16") or image.format == "PNG":
         tags = getattr(image, "tag_v2", None) or {}
         bits = tags.get(_BITS_PER_SAMPLE_TAG, (16,))[0]
         low, high = 0.0, float(2**bits - 1)
-    elif low >= 0 and image.mode == "F" and high <= 1:
-        low, high = 0.0, 1.0
-    elif low >= 0 and high <= 255:
-        low, high = 0.0, 255.0
-    elif low >= 0 and high <= 65535:
-        low, high = 0.0, 65535.0
-    scaled = (values - low) * (255.0 / (high - low or 1.0))
-    return np.rint(scaled).clip(0, 255).astype(np.uint8)
+    else:
+        low, high = _range(values)
+        if low >= 0 and image.mode == "F" and high <= 1:
+            low, high = 0.0, 1.0
+        elif low >= 0 and high <= 255:
+            low, high = 0.0, 255.0
+        elif low >= 0 and high <= 65535:
+            low, high = 0.0, 65535.0
+    scaled = np.empty(values.shape, dtype=np.uint8)
+    rows = max(1, _PIXELS_AT_ONCE // values.shape[1])
+    for first in range(0, len(values), rows):  # a large image as float64 would be eight times as large again
+        some = np.nan_to_num(values[first : first + rows].astype(np.float64), nan=low, posinf=low, neginf=low)
+        scaled[first : first + rows] = np.rint((some - low) * (255.0 / (high - low or 1.0))).clip(0, 255)
+    return scaled
+
+
+def _range(values: np.ndarray) -> tuple[float, float]:
+    """The smallest and largest value that is a number at all."""
+    if values.dtype.kind != "f":
+        return float(values.min()), float(values.max())
+    finite = values[np.isfinite(values)]
+    return (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
 
 
 def _in_words(error: Exception) -> str:
-    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().rstrip(".")
+    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return printable(words.strip().rstrip("."))

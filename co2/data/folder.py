@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from co2.data.decode import EXTENSIONS, read_image
-from co2.data.source import ImageSource
+from co2.data.decode import EXTENSIONS, read_bytes, read_image
+from co2.data.source import ImageSource, printable
 from co2.errors import UserError
 
 _EXTENSIONS = tuple(extension.encode() for extension in EXTENSIONS)
@@ -57,7 +57,11 @@ class FileSource(ImageSource):
         return read_image(os.path.join(self.root, self.paths[index]))
 
     def describe(self, index: int) -> str:
-        return _printable(os.path.join(self.root, self.paths[index]))
+        return printable(os.path.join(self.root, self.paths[index]))
+
+    def encoded(self, index: int) -> tuple[bytes, str]:
+        path = os.path.join(self.root, self.paths[index])
+        return read_bytes(path), os.fsdecode(os.path.splitext(path)[1]).lower()
 
 
 def find_images(folder: str) -> tuple[list[bytes], Counter[str]]:
@@ -91,10 +95,10 @@ def find_images(folder: str) -> tuple[list[bytes], Counter[str]]:
                     elif entry.name.lower().endswith(_EXTENSIONS):
                         found.append(below)
                     else:
-                        others[_printable(os.path.splitext(entry.name)[1].lower())] += 1
+                        others[printable(os.path.splitext(entry.name)[1].lower())] += 1
         except OSError as error:
             raise UserError(
-                f"The folder '{_printable(path)}' cannot be read: {error.strerror}. "
+                f"The folder '{printable(path)}' cannot be read: {error.strerror}. "
                 "Make it readable, or list the images you want in a text file."
             ) from None
     separator = os.fsencode(os.sep)
@@ -117,7 +121,7 @@ def folder_source(folder: str, name: str | None = None, classes: Sequence[str] |
     names = sorted(set(owners))
     if len(names) < 2 or b"" in names:
         return FileSource(name, folder, paths)
-    own = [_printable(owner) for owner in names]
+    own = [printable(owner) for owner in names]
     known = tuple(own) if classes is None else (*classes, *(new for new in own if new not in set(classes)))
     number = {owner: known.index(label) for owner, label in zip(names, own, strict=True)}
     labels = np.array([number[owner] for owner in owners], dtype=np.int64)  # [N]
@@ -186,8 +190,3 @@ def _no_images(folder: str, others: Counter[str]) -> str:
     message = f"There are no image files in '{folder}'. It holds files with {kinds}; read are {EXTENSIONS_IN_WORDS}."
     archives = {".tar", ".gz", ".tgz", ".zip", ".bz2", ".xz", ".7z", ".rar"} & set(others)
     return message + (" Unpack the archive first." if archives else " Convert them, or name another folder.")
-
-
-def _printable(path: bytes) -> str:
-    """A path as text that can be printed and written: bytes that are no UTF-8 show as a replacement character."""
-    return path.decode("utf-8", "replace")

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import io
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from PIL import Image
 
 
 class BadImage(Exception):  # noqa: N818  (it names the image, not the program, as what is wrong)
     """An image that cannot be read. The message is the reason, in a few plain words: 'truncated file'."""
+
+
+def printable(name: str | bytes) -> str:
+    """A name from outside as text for people: one line, and nothing in it that acts on a terminal.
+
+    What cannot be printed (line ends, escape sequences, marks that turn the direction of writing, bytes that are no
+    UTF-8) is shown as Python shows it, \\n or \\x1b; a backslash is doubled, so that no two names become the same.
+    """
+    text = name.decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name
+    if text.isprintable() and "\\" not in text:
+        return text
+    return "".join(map(_printable_character, text))
+
+
+def _printable_character(character: str) -> str:
+    if character != "\\" and (character.isprintable() or unicodedata.category(character) == "Zs"):
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 class ImageSource(ABC):
@@ -36,7 +57,17 @@ class ImageSource(ABC):
 
     @abstractmethod
     def describe(self, index: int) -> str:
-        """What to call image `index` when talking to the user: its path, or 'shapes image 17'."""
+        """What to call image `index` when talking to the user: its path, or 'shapes image 17'. Always one line."""
+
+    def encoded(self, index: int) -> tuple[bytes, str]:
+        """Image `index` as a file: its bytes, and the extension that goes with them.
+
+        These are the bytes it came in, good or bad, where it came in a file, and else a PNG. Raises BadImage if there
+        are none.
+        """
+        file = io.BytesIO()
+        Image.fromarray(self.image(index).permute(1, 2, 0).numpy()).save(file, "PNG")  # [H, W, 3]
+        return file.getvalue(), ".png"
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> ImageSource:
         """The images at these indices, in this order."""
@@ -63,6 +94,9 @@ class Subset(ImageSource):
 
     def describe(self, index: int) -> str:
         return self.source.describe(int(self.indices[index]))
+
+    def encoded(self, index: int) -> tuple[bytes, str]:
+        return self.source.encoded(int(self.indices[index]))
 
 
 class ArraySource(ImageSource):
