@@ -6,11 +6,14 @@ Nothing that could execute code is ever loaded: `weights_only=True` for checkpoi
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import pickle
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,33 +24,100 @@ from torch import Tensor, nn
 
 from co2.config import Experiment
 from co2.encoders.backbones import build_backbone
-from co2.errors import UserError
+from co2.errors import RunError, UserError
 
 CONFIG = "config.json"
 BACKBONE = "backbone.safetensors"
 CHECKPOINTS = "checkpoints"
+CHECKSUM = ".sha256"
 KEPT = 3  # checkpoints that stay; older ones are removed once a newer one is safe
 
 
+class CheckpointWriter:
+    """Writes checkpoints/step-N.pt into a run folder, in the background, and keeps the last few.
+
+    `write` copies the state and returns; a thread of its own brings it to the disk while training goes on. What went
+    wrong there is raised by the next `write` or by `finish`.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[Path] | None = None
+
+    def write(self, state: Mapping[str, Any], step: int) -> None:
+        """Bring `state`, as it is now, to the disk. Waits only for an earlier one that is still on its way."""
+        self.finish()
+        self._pending = self._thread.submit(write_checkpoint, self.run, _copy_to_cpu(state), step)
+
+    def finish(self) -> None:
+        """Wait until everything is safe on the disk."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Give the thread back."""
+        self._thread.shutdown()
+
+
 def write_checkpoint(run: Path, state: Mapping[str, Any], step: int) -> Path:
-    """Write checkpoints/step-N.pt into a run folder and remove all but the last few."""
+    """Write checkpoints/step-N.pt and its checksum, and remove all but the last few."""
     folder = run / CHECKPOINTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:09d}.pt"
-    write_atomically(path, lambda file: torch.save(dict(state), file))
-    for old in _checkpoints(run)[:-KEPT]:
+    digest = hashlib.sha256()
+
+    def save_and_sum(file: BinaryIO) -> None:
+        with io.BufferedWriter(_Summing(file, digest)) as summing:
+            torch.save(dict(state), summing)
+
+    def sum_is_known(_: Path) -> None:
+        # Before the checkpoint has its name: one that can be found has its checksum.
+        text = f"{digest.hexdigest()}  {path.name}\n"
+        write_atomically(path.with_suffix(CHECKSUM), lambda file: file.write(text.encode()))
+
+    write_atomically(path, save_and_sum, before_rename=sum_is_known)
+    for old in checkpoints(run)[:-KEPT]:
         old.unlink()
+        old.with_suffix(CHECKSUM).unlink(missing_ok=True)
     return path
 
 
-def newest_checkpoint(run: Path) -> Path | None:
-    """The checkpoint with the most steps in a run folder, or None."""
-    found = _checkpoints(run)
-    return found[-1] if found else None
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run folder, the newest last."""
+    named = [path for path in (run / CHECKPOINTS).glob("step-*.pt") if re.fullmatch(r"step-\d+\.pt", path.name)]
+    return sorted(named, key=lambda path: int(path.stem.removeprefix("step-")))
+
+
+def newest_sound_checkpoint(run: Path, say: Callable[[str], object]) -> dict[str, Any] | None:
+    """The state of the newest checkpoint that is whole; damaged ones are named on the way. None if there is none."""
+    found = checkpoints(run)
+    for path in reversed(found):
+        try:
+            return read_checkpoint(path)
+        except DamagedCheckpoint as damage:
+            say(f"{damage} Trying the one before it.")
+    if found:
+        raise RunError(
+            f"All {len(found)} checkpoints in {run / CHECKPOINTS} are damaged, so the run cannot go on. Start it again "
+            "with another --out."
+        )
+    return None
+
+
+class DamagedCheckpoint(UserError):  # noqa: N818 - it names the file, not the program, as what is wrong
+    """A checkpoint that is not what was written."""
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """The state that `write_checkpoint` wrote, on the CPU."""
+    checksum = path.with_suffix(CHECKSUM)
+    if checksum.is_file():
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != checksum.read_text().split()[0]:
+            raise DamagedCheckpoint(f"{path} is damaged: its checksum is not the one it was written with.")
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -55,20 +125,52 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             f"{path} holds more than tensors and plain values, so it is not loaded: it was not written by this program."
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
-        raise UserError(
-            f"{path} cannot be read: it is damaged or incomplete. Delete it to continue from the one before."
-        ) from error
+        raise DamagedCheckpoint(f"{path} cannot be read: it is damaged or incomplete.") from error
     return state
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+class _Summing(io.RawIOBase):
+    """A file that adds up a checksum of what passes through it."""
+
+    def __init__(self, file: BinaryIO, digest: Any) -> None:
+        self.file = file
+        self.digest = digest
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self.file.write(data)
+
+
+def _copy_to_cpu(value: Any) -> Any:
+    """The same nest of containers, with a copy on the CPU of every tensor."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: _copy_to_cpu(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copy_to_cpu(inner) for inner in value)
+    return value
+
+
+def write_atomically(
+    path: Path, write: Callable[[BinaryIO], object], before_rename: Callable[[Path], object] | None = None
+) -> None:
     """Write a file so that it is either there as a whole or not at all, even if the power fails."""
     temporary = path.with_name(path.name + ".writing")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if before_rename is not None:
+            before_rename(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # of no use to anybody, and on a full disk in the way
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the new name itself
@@ -133,9 +235,3 @@ def read_backbone(run: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if "backbone" not in description:
         raise UserError(f"{path} does not say which backbone it holds: it was not written by `co2 pretrain`.")
     return weights, description
-
-
-def _checkpoints(run: Path) -> list[Path]:
-    folder = run / CHECKPOINTS
-    named = [path for path in folder.glob("step-*.pt") if re.fullmatch(r"step-\d+\.pt", path.name)]
-    return sorted(named, key=lambda path: int(path.stem.removeprefix("step-")))

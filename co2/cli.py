@@ -16,8 +16,6 @@ import tyro
 
 from co2.errors import UserError, did_you_mean
 
-USAGE_ERROR = 2
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
@@ -26,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _dispatch(words)
     except UserError as error:
         print(f"co2: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        return error.exit_code
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -79,7 +77,7 @@ def _pretrain(words: list[str]) -> int:
         raise UserError("Name the recipe first: co2 pretrain RECIPE --data PATH. `co2 recipes` lists them all.")
     experiment = tyro.cli(
         Experiment,
-        args=words[1:],
+        args=_resume_alone(words[1:]),
         default=recipes.get(words[0]),
         prog=f"co2 pretrain {words[0]}",
         description=recipes.RECIPES[words[0]].summary + ".",
@@ -96,6 +94,14 @@ def _pretrain(words: list[str]) -> int:
     print(f"    import co2\n    backbone = co2.load_backbone({str(run)!r})")
     print("    features = backbone(images)  # [N, 3, H, W] normalised images in, pooled features out\n")
     return 0
+
+
+def _resume_alone(words: list[str]) -> list[str]:
+    """`--resume` by itself means yes; `--resume auto` is the other thing it can say."""
+    spelt_out = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        spelt_out += ["--resume", "True"] if word == "--resume" and following.startswith("-") else [word]
+    return spelt_out
 
 
 def _recipes(words: list[str]) -> int:

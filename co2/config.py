@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
@@ -36,8 +36,9 @@ class Experiment:
     """Images in a step. The learning rate follows it unless optimisation.learning_rate is set."""
     seed: int = 0
     """Everything random in a run follows from it."""
-    resume: bool = False
-    """Continue the run in --out from its last checkpoint."""
+    resume: bool | Literal["auto"] = False
+    """Continue the run in --out from its last checkpoint; auto: if there is one, and start otherwise, for jobs that are
+    pre-empted and started again."""
     device: str = "auto"
     """cuda, cuda:1, cpu, or auto: the first GPU if there is one."""
     workers: int = -1

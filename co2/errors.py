@@ -9,6 +9,14 @@ from collections.abc import Iterable
 class UserError(ValueError):
     """A mistake in what the user asked for. The command line prints its message alone, without a traceback."""
 
+    exit_code = 2
+
+
+class RunError(UserError):
+    """Something went wrong in the middle of a run that no setting could have told: a full disk, a loss of NaN."""
+
+    exit_code = 1
+
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint for a misspelt name: " Did you mean 'resnet50'?", or nothing when no known name is close."""

@@ -21,7 +21,13 @@ def tiny():
             "device": "cpu",
             "views": {"size": 16},
             "encoder": {"backbone": "co2/resnet10-narrow", "stem": "small-stride-2", "dimension": 16},
-            "monitoring": {"log_every": 1, "health_images": 16, "bank_images": 30, "query_images": 20},
+            "monitoring": {
+                "log_every": 1,
+                "evaluate_every": 1,
+                "health_images": 16,
+                "bank_images": 30,
+                "query_images": 20,
+            },
         }
         if recipe.startswith(("demo", "moco", "co2-v", "co2-small")):
             small["negatives"] = {"size": 50}

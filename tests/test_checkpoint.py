@@ -9,8 +9,11 @@ import torchvision
 import co2
 from co2 import recipes
 from co2.checkpoint import (
+    CheckpointWriter,
+    DamagedCheckpoint,
+    checkpoints,
     load_backbone,
-    newest_checkpoint,
+    newest_sound_checkpoint,
     read_checkpoint,
     save_backbone,
     write_atomically,
@@ -31,12 +34,14 @@ def test_the_last_three_are_kept_and_the_newest_is_found_by_number(tmp_path):
     for step in (9, 10, 100, 1000):
         write_checkpoint(tmp_path, {"step": step}, step)
     names = sorted(os.listdir(tmp_path / "checkpoints"))
-    assert names == ["step-000000010.pt", "step-000000100.pt", "step-000001000.pt"]
-    assert read_checkpoint(newest_checkpoint(tmp_path))["step"] == 1000
+    steps = ("step-000000010", "step-000000100", "step-000001000")
+    assert names == [step + ending for step in steps for ending in (".pt", ".sha256")]
+    assert read_checkpoint(checkpoints(tmp_path)[-1])["step"] == 1000
 
 
 def test_no_checkpoint_is_none(tmp_path):
-    assert newest_checkpoint(tmp_path) is None
+    assert checkpoints(tmp_path) == []
+    assert newest_sound_checkpoint(tmp_path, print) is None
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
@@ -53,14 +58,57 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     # What is left of the failed attempt is no checkpoint to anybody.
     write_checkpoint(tmp_path, {"step": 1}, 1)
     (tmp_path / "checkpoints" / "step-000000002.pt.writing").write_bytes(b"half")
-    assert newest_checkpoint(tmp_path).name == "step-000000001.pt"
+    assert checkpoints(tmp_path)[-1].name == "step-000000001.pt"
 
 
-def test_a_damaged_checkpoint_is_told_in_a_sentence(tmp_path):
-    path = write_checkpoint(tmp_path, {"w": torch.zeros(1000)}, 1)
-    path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(co2.UserError, match="damaged or incomplete"):
-        read_checkpoint(path)
+def damage(path, how):
+    content = bytearray(path.read_bytes())
+    if how == "cut":
+        content = content[: len(content) // 2]
+    elif how == "empty":
+        content = bytearray()
+    else:
+        content[len(content) // 2] ^= 1  # a single bit, in the middle of the weights
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "flip"])
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path, how):
+    for step in (1, 2):
+        write_checkpoint(tmp_path, {"step": step, "w": torch.randn(1000)}, step)
+    damage(checkpoints(tmp_path)[-1], how)
+    with pytest.raises(DamagedCheckpoint, match="damaged"):
+        read_checkpoint(checkpoints(tmp_path)[-1])
+    said = []
+    assert newest_sound_checkpoint(tmp_path, said.append)["step"] == 1
+    assert len(said) == 1
+    assert "step-000000002.pt" in said[0]
+    damage(checkpoints(tmp_path)[0], how)
+    with pytest.raises(co2.UserError, match="All 2 checkpoints"):
+        newest_sound_checkpoint(tmp_path, said.append)
+
+
+def test_what_is_written_in_the_background_is_the_state_of_that_moment(tmp_path):
+    writer, weights = CheckpointWriter(tmp_path), torch.zeros(500_000)
+    for step in range(1, 6):
+        weights.fill_(step)
+        writer.write({"w": weights, "nested": [{"step": step}]}, step)
+        weights.fill_(-1)  # training goes on while the thread writes
+    writer.finish()
+    writer.close()
+    for path, step in zip(checkpoints(tmp_path), (3, 4, 5), strict=True):
+        state = read_checkpoint(path)
+        assert state["nested"] == [{"step": step}]
+        assert (state["w"] == step).all()
+
+
+def test_what_goes_wrong_in_the_background_is_raised(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    writer = CheckpointWriter(tmp_path)
+    writer.write({}, 1)
+    with pytest.raises(OSError, match="checkpoints"):
+        writer.finish()
+    writer.close()
 
 
 class Malicious:

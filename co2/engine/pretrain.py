@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -10,23 +11,33 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from co2.checkpoint import BACKBONE, read_checkpoint, save_backbone, write_checkpoint
+from co2.checkpoint import (
+    BACKBONE,
+    CONFIG,
+    CheckpointWriter,
+    checkpoints,
+    newest_sound_checkpoint,
+    save_backbone,
+    write_atomically,
+)
 from co2.config import Experiment
 from co2.data.open import DataSplits, open_data
 from co2.data.source import ImageSource
 from co2.engine.advice import Advisor
 from co2.engine.monitor import Monitor
 from co2.engine.progress import Display, choose_display
-from co2.engine.records import BAD_IMAGES, Records, prepare_folder
+from co2.engine.records import BAD_IMAGES, Records, claim_folder
 from co2.engine.trainer import MEASURED, Trainer
-from co2.errors import UserError
+from co2.errors import RunError, UserError
 from co2.views.loader import Batch, ViewLoader
 
+NAN_BATCH = "nan_batch.txt"  # the images on which a run diverged
 BAD_SHARE = 0.1  # a data set with more unreadable images than this is not what the user thinks it is
 
 
@@ -53,8 +64,8 @@ def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str
     device = choose_device(experiment.device)
     splits = open_data(experiment.data)
     _check_sizes(experiment, splits.train)
-    checkpoint = prepare_folder(run, experiment)
-    Run(experiment, splits, device, run, checkpoint).execute()
+    with claim_folder(run, experiment), _explained(run):
+        Run(experiment, splits, device, run).execute()
     return run
 
 
@@ -95,9 +106,7 @@ def choose_workers(asked: int) -> int:
 class Run:
     """The loop: steps, measurements, records and checkpoints."""
 
-    def __init__(
-        self, experiment: Experiment, splits: DataSplits, device: torch.device, folder: Path, checkpoint: Path | None
-    ) -> None:
+    def __init__(self, experiment: Experiment, splits: DataSplits, device: torch.device, folder: Path) -> None:
         self.experiment = experiment
         self.folder = folder
         self.train = splits.train
@@ -113,8 +122,8 @@ class Run:
         self.steps_per_epoch = self.loader.batches_per_epoch
         steps = experiment.epochs * self.steps_per_epoch
         self.trainer = Trainer(experiment, len(splits.train), steps, device)
-        if checkpoint is not None:
-            self._restore(checkpoint)
+        self.checkpoints = CheckpointWriter(folder)
+        self._restore()
         self.monitor = Monitor(experiment, splits, device, workers)
         self.records = Records(folder, self.trainer.step)
         self.advisor = Advisor(experiment, any(isinstance(m, _BatchNorm) for m in self.trainer.mechanism.modules()))
@@ -129,8 +138,10 @@ class Run:
                     self._measure(0)
                 while self.trainer.step < self.trainer.steps:
                     self._epoch(self.trainer.step // self.steps_per_epoch, requested)
+            self.checkpoints.finish()
             save_backbone(self.folder / BACKBONE, self.trainer.mechanism.encoder.backbone, self.experiment)
         finally:
+            self.checkpoints.close()
             self.records.close()
             self.display.close()
 
@@ -142,20 +153,27 @@ class Run:
         for batch in interval.waiting_for(batches):
             self._note_bad(batch)
             learning_rate = self.trainer.learning_rate()
-            interval.add(self.trainer.train_step(batch), len(batch.indices))
+            interval.add(self.trainer.train_step(batch), batch.indices)
             step = self.trainer.step
             epoch_done = step % self.steps_per_epoch == 0
-            if step % self.experiment.monitoring.log_every == 0 or epoch_done:
+            stop = bool(stop_requested)
+            save = epoch_done or stop or time.monotonic() > checkpoint_due
+            if step % self.experiment.monitoring.log_every == 0 or save:  # before saving, so that no NaN is ever saved
                 self._log(interval, learning_rate)
             if epoch_done:
                 self._measure(number + 1)
-            if epoch_done or stop_requested or time.monotonic() > checkpoint_due:
-                write_checkpoint(self.folder, self.trainer.state(), step)
+            if save:
+                self.checkpoints.write(self.trainer.state(), step)
                 checkpoint_due = time.monotonic() + 60 * self.experiment.monitoring.checkpoint_minutes
-            if stop_requested:
+            if stop:
+                self.checkpoints.finish()
                 raise Stopped(self.folder, step, stop_requested[0])
 
     def _log(self, interval: Interval, learning_rate: float) -> None:
+        step = self.trainer.step
+        diverged = interval.first_not_finite()
+        if diverged is not None:
+            self._give_up(step - interval.steps + diverged + 1, interval.images_of(diverged))
         values = interval.averages() | {"learning_rate": learning_rate}
         self._record("train", values)
         self.display.interval(self.trainer.step, values)
@@ -186,8 +204,9 @@ class Run:
         count, images = len(self.records.bad), len(self.train)
         index, reason = batch.bad[-1]
         if count > BAD_SHARE * images:
-            write_checkpoint(self.folder, self.trainer.state(), self.trainer.step)
-            raise UserError(
+            self.checkpoints.write(self.trainer.state(), self.trainer.step)
+            self.checkpoints.finish()
+            raise RunError(
                 f"{count} of {images} images cannot be read, the last one {self.train.describe(index)} ({reason}). "
                 f"That is more than a tenth: look at {self.folder / BAD_IMAGES}, repair or remove them, and go on with "
                 "--resume."
@@ -197,14 +216,33 @@ class Run:
             f"{count} so far, all in {self.folder / BAD_IMAGES}."
         )
 
-    def _restore(self, checkpoint: Path) -> None:
-        state = read_checkpoint(checkpoint)
+    def _restore(self) -> None:
+        """Go on from the last checkpoint, if the folder has one."""
+        state = newest_sound_checkpoint(self.folder, print)
+        if state is None:
+            return
         if state["images"] != len(self.train):
             raise UserError(
                 f"The run in {self.folder} was trained on {state['images']:,} images, and {self.experiment.data} has "
                 f"{len(self.train):,}. Resume with the data it was started with."
             )
         self.trainer.restore(state)
+
+    def _give_up(self, step: int, images: list[int]) -> NoReturn:
+        """The loss is not a number any more: say when, on which images, and what to try."""
+        self.checkpoints.finish()
+        names = self.folder / NAN_BATCH
+        write_atomically(
+            names, lambda file: file.write("".join(f"{self.train.describe(i)}\n" for i in images).encode())
+        )
+        saved = checkpoints(self.folder)
+        good = f"The last good checkpoint is {saved[-1]}." if saved else "There is no checkpoint yet."
+        raise RunError(
+            f"The loss became NaN or infinite at step {step:,}; the {len(images)} images of that batch are listed in "
+            f"{names}. {good} Usually the learning rate is too high: start again with "
+            f"--optimisation.learning-rate {self.experiment.learning_rate / 3:.2g}, with --optimisation.warm-up 0.05, "
+            "or with a higher --objective.tau-instance. If it happens at once, look at the images."
+        )
 
     def _introduce(self, splits: DataSplits, device: torch.device) -> None:
         experiment, trainer = self.experiment, self.trainer
@@ -224,14 +262,20 @@ class Run:
 
 
 class Interval:
-    """Averages between two lines of the log. Measurements stay on the device until they are asked for."""
+    """What happens between two lines of the log. Measurements stay on the device until they are asked for."""
 
     def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
         self.started = time.perf_counter()
         self.waited = 0.0
-        self.images = 0
-        self.steps = 0
-        self.total: Tensor | None = None  # [5], the sum of what `MEASURED` names
+        self.measured: list[Tensor] = []  # of each step what `MEASURED` names, [5]
+        self.images: list[Tensor] = []  # of each step the images, [B]
+
+    @property
+    def steps(self) -> int:
+        return len(self.measured)
 
     def waiting_for(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches, with the time spent waiting for them counted."""
@@ -243,20 +287,64 @@ class Interval:
                 return
             yield batch
 
-    def add(self, measured: Tensor, images: int) -> None:
+    def add(self, measured: Tensor, images: Tensor) -> None:
         """Count one step."""
-        self.total = measured if self.total is None else self.total + measured
-        self.images += images
-        self.steps += 1
+        self.measured.append(measured)
+        self.images.append(images)
+
+    def first_not_finite(self) -> int | None:
+        """Which step of the interval, counted from 0, was the first whose loss is no finite number."""
+        finite = torch.stack(self.measured)[:, 0].isfinite().tolist()  # waits for the device
+        return None if all(finite) else finite.index(False)
+
+    def images_of(self, step: int) -> list[int]:
+        """The images of a step of the interval."""
+        return self.images[step].tolist()
 
     def averages(self) -> dict[str, float]:
         """What is written to the log; then counting starts anew."""
-        assert self.total is not None
-        values = dict(zip(MEASURED, (self.total / self.steps).tolist(), strict=True))  # waits for the device
+        values = dict(zip(MEASURED, torch.stack(self.measured).mean(dim=0).tolist(), strict=True))
         elapsed = time.perf_counter() - self.started
-        values |= {"images_per_second": self.images / elapsed, "waiting": self.waited / elapsed}
-        self.started, self.waited, self.images, self.steps, self.total = time.perf_counter(), 0.0, 0, 0, None
+        images = sum(len(one) for one in self.images)
+        values |= {"images_per_second": images / elapsed, "waiting": self.waited / elapsed}
+        self._start()
         return values
+
+
+@contextmanager
+def _explained(run: Path) -> Iterator[None]:
+    """Turns what can happen to any long run into a sentence that says what to do."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise RunError(memory_advice(run)) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        saved = checkpoints(run)
+        good = f"The last good checkpoint is {saved[-1].name}" if saved else "There is no checkpoint yet"
+        raise RunError(
+            f"The disk with {run} is full ({error.strerror}). {good}; make room and go on with --resume."
+        ) from error
+
+
+def memory_advice(run: Path) -> str:
+    """Which settings of the run in this folder free how much GPU memory."""
+    experiment = Experiment.from_json((run / CONFIG).read_text())
+    total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    queue = experiment.negatives.size * experiment.encoder.dimension * 4  # float32
+    activations = max(0, peak - queue)  # nearly all of the rest, and proportional to the batch
+    half = experiment.batch_size // 2
+    smaller = max(32, experiment.views.size * 3 // 4)
+    return (
+        f"The GPU's memory ({total / 2**30:.0f} GiB) ran out; the run had reached {peak / 2**30:.1f} GiB. What helps:\n"
+        f"  --batch-size {half} frees about {activations / 2 / 2**30:.1f} GiB (the learning rate follows)\n"
+        f"  --views.size {smaller} frees about {activations * 7 / 16 / 2**30:.1f} GiB\n"
+        f"  --negatives.size {experiment.negatives.size // 2} frees about {queue / 2 / 2**30:.2f} GiB\n"
+        "These make another run: start it with another --out. Another program on the same GPU is worth a look too "
+        "(nvidia-smi)."
+    )
 
 
 @contextmanager

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
-from collections.abc import Mapping
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
-from co2.checkpoint import CONFIG, newest_checkpoint, write_atomically
+from co2.checkpoint import CONFIG, write_atomically
 from co2.config import Experiment, differences
 from co2.data.source import ImageSource
 from co2.errors import UserError
@@ -18,37 +22,63 @@ if TYPE_CHECKING:
 
 METRICS = "metrics.jsonl"
 BAD_IMAGES = "bad_images.txt"
+LOCK = ".lock"
 
 
-def prepare_folder(run: Path, experiment: Experiment) -> Path | None:
-    """Make the run folder ready. Returns the checkpoint to continue from, or None for a run that starts."""
+@contextmanager
+def claim_folder(run: Path, experiment: Experiment) -> Iterator[None]:
+    """Make the run folder ready and keep other processes from writing to it while the block runs.
+
+    A folder that holds a run is claimed only to continue it, and one that holds anything else never.
+    """
     if run.exists() and not run.is_dir():
         raise UserError(f"--out {run} is a file. Give the name of a folder.")
-    occupied = run.is_dir() and any(run.iterdir())
+    occupied = run.is_dir() and any(path.name != LOCK for path in run.iterdir())
+    config = run / CONFIG
     if occupied and not experiment.resume:
         raise UserError(
             f"{run} is not empty. Continue the run in it with --resume, or choose another folder with --out."
         )
-    config = run / CONFIG
-    if not occupied:
-        if experiment.resume:
-            raise UserError(f"There is no run to resume in {run}. Leave out --resume to start one.")
-        try:
-            run.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"The run folder {run} cannot be made: {error.strerror}. Choose another --out.") from error
-        write_atomically(config, lambda file: file.write(experiment.to_json().encode()))
-        return None
-    if not config.is_file():
+    if occupied and not config.is_file():
         raise UserError(f"{run} is not a run folder: it has no {CONFIG}. Choose another folder with --out.")
-    differ = differences(experiment, Experiment.from_json(config.read_text()))
+    if not occupied and experiment.resume is True:
+        raise UserError(f"There is no run to resume in {run}. Leave out --resume to start one.")
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        lock = open(run / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - closed below, at the end of the run
+    except OSError as error:
+        raise UserError(f"The run folder {run} cannot be made: {error.strerror}. Choose another --out.") from error
+    with lock:
+        _take(lock, run)
+        if occupied:
+            _refuse_other_settings(run, experiment)
+        else:
+            write_atomically(config, lambda file: file.write(experiment.to_json().encode()))
+        yield
+
+
+def _take(lock: TextIO, run: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it when the process ends, however
+    except OSError:
+        lock.seek(0)
+        owner = lock.read().strip() or "unknown"
+        raise UserError(
+            f"Another process is writing to {run} ({owner}). Wait for it, end it, or choose another folder with --out."
+        ) from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+
+
+def _refuse_other_settings(run: Path, experiment: Experiment) -> None:
+    differ = differences(experiment, Experiment.from_json((run / CONFIG).read_text()))
     if differ:
         raise UserError(
             f"The run in {run} was started with other settings:\n  "
             + "\n  ".join(differ)
             + "\nResume with the run's own settings, or start a new run with another --out."
         )
-    return newest_checkpoint(run)
 
 
 class Records:

@@ -15,7 +15,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import co2
-from co2.checkpoint import newest_checkpoint, read_checkpoint
+from co2.checkpoint import checkpoints, read_checkpoint
 from co2.cli import main
 from co2.engine.pretrain import choose_device, choose_workers, pretrain
 
@@ -31,7 +31,7 @@ ALL_METHODS = [
 
 
 def weights(run):
-    return read_checkpoint(newest_checkpoint(run))["mechanism"]
+    return read_checkpoint(checkpoints(run)[-1])["mechanism"]
 
 
 def assert_same_weights(first, second):
@@ -152,7 +152,7 @@ def test_a_killed_process_resumes_to_identical_weights(tmp_path):
     words = words_for(tmp_path / "killed", "--epochs", "3")
     killed = subprocess.run([sys.executable, "-c", KILL_AT_STEP, "7", *words], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert newest_checkpoint(tmp_path / "killed").name == "step-000000006.pt"
+    assert checkpoints(tmp_path / "killed")[-1].name == "step-000000006.pt"
     assert main([*words, "--resume"]) == 0
     assert main(words_for(tmp_path / "undisturbed", "--epochs", "3")) == 0
     assert_same_weights(tmp_path / "undisturbed", tmp_path / "killed")
@@ -161,7 +161,7 @@ def test_a_killed_process_resumes_to_identical_weights(tmp_path):
 def test_sigterm_writes_a_checkpoint_and_says_how_to_go_on(tmp_path):
     command = [sys.executable, "-m", "co2.cli", *words_for(tmp_path / "run", "--epochs", "500")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for(lambda: newest_checkpoint(tmp_path / "run"), process)
+    wait_for(lambda: checkpoints(tmp_path / "run"), process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
@@ -237,7 +237,7 @@ def test_too_many_bad_images_end_the_run_and_lose_nothing(tiny, tmp_path):
     with pytest.raises(co2.UserError, match="more than a tenth"):
         pretrain(tiny(), data=pictures, out=tmp_path / "run")
     assert len((tmp_path / "run" / "bad_images.txt").read_text().splitlines()) == 5
-    assert newest_checkpoint(tmp_path / "run") is not None
+    assert checkpoints(tmp_path / "run")
     write_pictures(tmp_path / "pictures", 40)  # repaired
     pretrain(tiny(resume=True), data=pictures, out=tmp_path / "run")
 

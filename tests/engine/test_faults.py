@@ -1,0 +1,398 @@
+"""What happens to long runs, injected for real: kills, full disks, vanished data, NaN, two writers."""
+
+import errno
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import co2
+from co2.checkpoint import CheckpointWriter, checkpoints, read_checkpoint
+from co2.engine import trainer
+from co2.engine.pretrain import pretrain
+
+forked = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
+
+
+def weights(run):
+    return read_checkpoint(checkpoints(run)[-1])["mechanism"]
+
+
+def assert_same_weights(first, second):
+    ours, theirs = weights(first), weights(second)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def start(experiment, out, prepare=None):
+    """A run in a process of its own."""
+
+    def body():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if prepare is not None:
+            prepare()
+        pretrain(experiment, out=out)
+
+    process = forked.Process(target=body)
+    process.start()
+    return process
+
+
+def pictures(folder, count=40, size=20):
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(0)
+    for i in range(count):
+        Image.fromarray(generator.integers(0, 255, (size, size, 3), dtype=np.uint8)).save(folder / f"{i:03d}.png")
+    return folder
+
+
+def kill_and_resume(tiny, tmp_path, kills, seed):
+    """Kill a run at `kills` random moments, let it go on each time, and compare with an undisturbed one."""
+    settings = {"epochs": 6, "resume": "auto", "monitoring": {"checkpoint_minutes": 1e-4}}
+    started = time.monotonic()
+    undisturbed = pretrain(tiny(**settings), out=tmp_path / "undisturbed")
+    duration = time.monotonic() - started
+    moments, done = random.Random(seed), 0
+    attempt = 0
+    while done < kills:
+        out = tmp_path / f"killed-{attempt}"
+        attempt += 1
+        while done < kills:
+            process = start(tiny(**settings), out)
+            process.join(timeout=moments.uniform(0.05, 1.0) * duration)
+            if not process.is_alive():
+                assert process.exitcode == 0
+                break
+            process.kill()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+            done += 1
+        assert pretrain(tiny(**settings), out=out)
+        assert_same_weights(undisturbed, out)
+        assert len(list((out / "checkpoints").glob("*.pt"))) <= 3
+    return done
+
+
+def test_kills_at_random_moments_change_nothing(tiny, tmp_path):
+    assert kill_and_resume(tiny, tmp_path, kills=6, seed=0) == 6
+
+
+@pytest.mark.slow
+def test_thirty_kills_at_random_moments_change_nothing(tiny, tmp_path):
+    assert kill_and_resume(tiny, tmp_path, kills=30, seed=1) == 30
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_a_kill_inside_a_checkpoint_write_changes_nothing(tiny, tmp_path, share):
+    undisturbed = pretrain(tiny(epochs=3), out=tmp_path / "undisturbed")
+    size = checkpoints(undisturbed)[0].stat().st_size
+
+    def die_in_the_second_write():
+        from co2 import checkpoint
+
+        write, written = checkpoint._Summing.write, {"files": 0, "bytes": 0}
+
+        def counting(self, data):
+            if written.setdefault("file", self) is not self:
+                written.update(file=self, bytes=0, files=written["files"] + 1)
+            written["bytes"] += len(data)
+            if written["files"] == 1 and written["bytes"] >= share * size:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(self, data)
+
+        checkpoint._Summing.write = counting
+
+    process = start(tiny(epochs=3), tmp_path / "killed", die_in_the_second_write)
+    process.join(timeout=120)
+    assert process.exitcode == -signal.SIGKILL
+    assert [path.name for path in checkpoints(tmp_path / "killed")] == ["step-000000003.pt"]
+    assert list((tmp_path / "killed" / "checkpoints").glob("*.writing"))  # it died in the middle of it
+    pretrain(tiny(epochs=3, resume=True), out=tmp_path / "killed")
+    assert_same_weights(undisturbed, tmp_path / "killed")
+
+
+def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_it_used(tiny, tmp_path, capsys):
+    undisturbed = pretrain(tiny(epochs=3), out=tmp_path / "undisturbed")
+    run = pretrain(tiny(epochs=3), out=tmp_path / "run")
+    newest = checkpoints(run)[-1]
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    capsys.readouterr()
+    pretrain(tiny(epochs=3, resume=True), out=run)
+    said = capsys.readouterr().out
+    assert newest.name in said
+    assert "damaged" in said
+    assert "Going on from step 6" in said
+    assert_same_weights(undisturbed, run)
+
+
+def test_resume_auto_starts_and_continues(tiny, tmp_path):
+    run = pretrain(tiny(resume="auto"), out=tmp_path / "run")
+    before = weights(run)
+    pretrain(tiny(resume="auto"), out=run)
+    assert all(torch.equal(before[name], value) for name, value in weights(run).items())
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tiny, tmp_path):
+    undisturbed = pretrain(tiny(), out=tmp_path / "undisturbed")
+
+    def die_at_once():
+        original = trainer.Trainer.train_step
+
+        def train_step(self, batch):
+            if self.step == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(self, batch)
+
+        trainer.Trainer.train_step = train_step
+
+    process = start(tiny(), tmp_path / "killed", die_at_once)
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
+    pretrain(tiny(resume="auto"), out=tmp_path / "killed")
+    assert_same_weights(undisturbed, tmp_path / "killed")
+
+
+FULL_DISK = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit then fails as on a full disk
+from co2.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def words(out, data="shapes:40:16"):
+    command = ["pretrain", "demo-co2", "--data", str(data), "--out", str(out), "--views.size", "16", "--epochs", "2"]
+    return [
+        *command,
+        "--batch-size",
+        "16",
+        "--device",
+        "cpu",
+        "--negatives.size",
+        "50",
+        "--monitoring.health-images",
+        "9",
+    ]
+
+
+def test_a_file_that_cannot_grow_is_a_full_disk_in_a_sentence(tmp_path):
+    command = [sys.executable, "-c", FULL_DISK, "200000", *words(tmp_path / "run")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1, result.stderr
+    assert "is full" in result.stderr
+    assert "--resume" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))  # no half-written file takes up the room
+
+
+def test_a_really_full_disk_loses_nothing_but_steps(tiny, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", disk], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs to be root")
+    try:
+        run = pretrain(tiny(epochs=1), out=disk / "run")
+        shutil.copytree(run, tmp_path / "copy")
+        filler = disk / "filler"
+        space = os.statvfs(disk)
+        filler.write_bytes(b"x" * (space.f_bavail * space.f_frsize - 100_000))
+        config = (run / "config.json").read_text().replace('"epochs": 1', '"epochs": 2')
+        (run / "config.json").write_text(config)
+        with pytest.raises(co2.UserError, match=r"is full.*last good checkpoint is step-000000003\.pt"):
+            pretrain(tiny(epochs=2, resume=True), out=run)
+        filler.unlink()
+        pretrain(tiny(epochs=2, resume=True), out=run)
+        assert checkpoints(run)[-1].name == "step-000000006.pt"
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+class AtStep:
+    """Does something once, just before a step, while a run goes on in this process."""
+
+    def __init__(self, monkeypatch, step, action):
+        original = trainer.Trainer.train_step
+
+        def train_step(self, batch):
+            if self.step == step:
+                action()
+            return original(self, batch)
+
+        monkeypatch.setattr(trainer.Trainer, "train_step", train_step)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_folder_that_vanishes_and_comes_back(tiny, tmp_path, monkeypatch, workers):
+    data, away = pictures(tmp_path / "pictures", count=80), tmp_path / "away"
+    settings = {"data": str(data), "epochs": 6, "workers": workers}
+    undisturbed = pretrain(tiny(**settings), out=tmp_path / "undisturbed")
+    message = None
+    with monkeypatch.context() as patch:
+        AtStep(patch, 7, lambda: data.rename(away))
+        try:
+            pretrain(tiny(**settings), out=tmp_path / "run")
+        except co2.UserError as error:  # not pytest.raises, which would keep the workers alive with the traceback
+            message = str(error)
+    assert message is not None
+    assert "still there" in message or "more than a tenth" in message
+    assert "--resume" in message
+    away.rename(data)
+    pretrain(tiny(**settings, resume=True), out=tmp_path / "run")
+    assert_same_weights(undisturbed, tmp_path / "run")
+
+
+def test_a_mount_that_vanishes_in_mid_run(tiny, tmp_path, monkeypatch):
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "none", mount], capture_output=True).returncode:
+        pytest.skip("mounting needs to be root")
+    try:
+        data = pictures(mount / "pictures", count=80)
+        with monkeypatch.context() as patch:
+            AtStep(patch, 6, lambda: subprocess.run(["umount", "-l", mount], check=True))
+            with pytest.raises(co2.UserError, match="--resume"):
+                pretrain(tiny(data=str(data), epochs=4), out=tmp_path / "run")
+    finally:
+        subprocess.run(["umount", "-l", mount], capture_output=True)
+    assert checkpoints(tmp_path / "run")
+
+
+def test_a_killed_worker_is_replaced_and_the_result_is_the_same(tiny, tmp_path, monkeypatch, capsys):
+    data = pictures(tmp_path / "pictures", count=200)
+    settings = {"data": str(data), "epochs": 2, "workers": 2, "monitoring": {"health_images": 8}}
+    undisturbed = pretrain(tiny(**settings), out=tmp_path / "undisturbed")
+
+    def kill_a_worker():
+        children = [child for child in multiprocessing.active_children() if child.is_alive()]
+        os.kill(children[0].pid, signal.SIGKILL)
+        children[0].join()
+
+    with monkeypatch.context() as patch:
+        AtStep(patch, 2, kill_a_worker)
+        pretrain(tiny(**settings), out=tmp_path / "run")
+    assert_same_weights(undisturbed, tmp_path / "run")
+
+
+def test_a_loss_of_nan_stops_the_run_with_what_one_needs_to_know(tiny, tmp_path, monkeypatch):
+    data = pictures(tmp_path / "pictures")
+    original, seen = trainer.Trainer.train_step, {}
+
+    def train_step(self, batch):
+        measured = original(self, batch)
+        if self.step == 5:  # counted from 1: the second step of the second epoch
+            seen["images"] = batch.indices.tolist()
+            measured[0] = float("nan")
+        return measured
+
+    monkeypatch.setattr(trainer.Trainer, "train_step", train_step)
+    run = tmp_path / "run"
+    with pytest.raises(co2.UserError, match=r"NaN or infinite at step 5.*step-000000003\.pt.*learning-rate"):
+        pretrain(tiny(data=str(data), monitoring={"log_every": 20}), out=run)
+    named = [os.path.basename(line) for line in (run / "nan_batch.txt").read_text().splitlines()]
+    assert named == [f"{image:03d}.png" for image in seen["images"]]
+    assert [path.name for path in checkpoints(run)] == ["step-000000003.pt"]
+    assert all(value.isfinite().all() for value in weights(run).values())
+
+
+def test_a_learning_rate_that_is_far_too_high_is_noticed(tiny, tmp_path):
+    wild = tiny(optimisation={"learning_rate": 1e30}, epochs=4)
+    with pytest.raises(co2.UserError, match="NaN or infinite"):
+        pretrain(wild, out=tmp_path / "run")
+
+
+def test_running_out_of_gpu_memory_says_which_knob_frees_how_much(tiny, tmp_path, monkeypatch):
+    def too_large(self, batch):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    monkeypatch.setattr(trainer.Trainer, "train_step", too_large)
+    with pytest.raises(co2.UserError, match=r"(?s)--batch-size 8 frees about .* GiB.*--negatives\.size 25 frees"):
+        pretrain(tiny(), out=tmp_path / "run")
+
+
+@pytest.mark.gpu
+def test_really_running_out_of_gpu_memory(tiny, tmp_path):
+    torch.cuda.set_per_process_memory_fraction(0.002)
+    try:
+        wide = {"backbone": "torchvision/resnet50", "stem": "small-stride-1", "head": "mlp"}
+        huge = tiny(device="cuda", encoder=wide, views={"size": 64}, data="shapes:64:64", batch_size=64)
+        with pytest.raises(co2.UserError, match="--batch-size 32 frees about"):
+            pretrain(huge, out=tmp_path / "run")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("jump", [-86_400.0, 86_400.0])
+def test_a_clock_that_jumps_changes_nothing(tiny, rows, tmp_path, monkeypatch, jump):
+    undisturbed = pretrain(tiny(), out=tmp_path / "undisturbed")
+    real, offset = time.time, {"now": 0.0}
+    monkeypatch.setattr(time, "time", lambda: real() + offset["now"])
+    AtStep(monkeypatch, 2, lambda: offset.update(now=jump))
+    run = pretrain(tiny(), out=tmp_path / "run")
+    assert_same_weights(undisturbed, run)
+    assert all(0 < row["images_per_second"] < 1e6 and 0 <= row["waiting"] <= 1 for row in rows(run))
+    assert len(checkpoints(run)) == len(checkpoints(undisturbed))
+
+
+def test_two_runs_cannot_write_to_one_folder(tiny, tmp_path):
+    ready, finish = forked.Event(), forked.Event()
+
+    def hold():
+        original = trainer.Trainer.train_step
+
+        def train_step(self, batch):
+            ready.set()
+            finish.wait(60)
+            return original(self, batch)
+
+        trainer.Trainer.train_step = train_step
+
+    first = start(tiny(), tmp_path / "run", hold)
+    try:
+        assert ready.wait(60)
+        for resume in (True, "auto"):
+            with pytest.raises(co2.UserError, match=rf"Another process is writing.*process {first.pid} on"):
+                pretrain(tiny(resume=resume), out=tmp_path / "run")
+    finally:
+        finish.set()
+        first.join(60)
+    assert first.exitcode == 0
+    pretrain(tiny(resume=True), out=tmp_path / "run")  # and the lock is gone with its owner
+
+
+def test_other_errors_of_the_system_are_not_called_a_full_disk(tiny, tmp_path, monkeypatch):
+    def fail(self, state, step):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(CheckpointWriter, "write", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        pretrain(tiny(), out=tmp_path / "run")
+
+
+def test_many_runs_leak_nothing(tiny, tmp_path):
+    """The short form of the soak: file handles, threads, memory and disk stay level from run to run."""
+
+    def usage():
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    pretrain(tiny(), out=tmp_path / "0")
+    before, memory = usage(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(1, 9):
+        pretrain(tiny(), out=tmp_path / str(number))
+    assert usage() == before
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 60_000  # KiB, of about 500,000
+    sizes = [sum(f.stat().st_size for f in (tmp_path / str(n)).rglob("*") if f.is_file()) for n in (0, 8)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
