@@ -69,8 +69,14 @@ def write_checkpoint(run: Path, state: Mapping[str, Any], step: int) -> Path:
     digest = hashlib.sha256()
 
     def save_and_sum(file: BinaryIO) -> None:
-        with io.BufferedWriter(_Summing(file, digest)) as summing:
-            torch.save(dict(state), summing)
+        summing = _Summing(file, digest)
+        try:
+            with io.BufferedWriter(summing) as buffered:
+                torch.save(dict(state), buffered)
+        except (RuntimeError, OSError):
+            if summing.failure is not None:
+                raise summing.failure from None  # what the disk said; torch hides it behind an error of its own
+            raise
 
     def sum_is_known(_: Path) -> None:
         # Before the checkpoint has its name: one that can be found has its checksum.
@@ -135,13 +141,18 @@ class _Summing(io.RawIOBase):
     def __init__(self, file: BinaryIO, digest: Any) -> None:
         self.file = file
         self.digest = digest
+        self.failure: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         self.digest.update(data)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
 
 def _copy_to_cpu(value: Any) -> Any:

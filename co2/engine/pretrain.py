@@ -119,6 +119,7 @@ class Run:
             seed=experiment.seed,
             workers=workers,
         )
+        self._lost_workers = 0  # of which the user knows
         self.steps_per_epoch = self.loader.batches_per_epoch
         steps = experiment.epochs * self.steps_per_epoch
         self.trainer = Trainer(experiment, len(splits.train), steps, device)
@@ -175,6 +176,9 @@ class Run:
         if diverged is not None:
             self._give_up(step - interval.steps + diverged + 1, interval.images_of(diverged))
         values = interval.averages() | {"learning_rate": learning_rate}
+        if self.loader.lost_workers > self._lost_workers:
+            self._lost_workers = self.loader.lost_workers
+            self.display.say("A process that prepares images was ended by the system and has been replaced.")
         self._record("train", values)
         self.display.interval(self.trainer.step, values)
         self._advise(self.advisor.after_interval(self.trainer.step, values))

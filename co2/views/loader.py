@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,12 @@ from co2.views.specification import Augmentation
 from co2.views.transform import make_view, plain_view
 
 _BAD_IN_A_ROW = 50  # so many unreadable images one after the other are no accident
+_WORKERS_TO_LOSE = 3  # replaced without ado in the life of a loader
 _BYTES_HELD = 64 << 20  # a batch of photographs can be gigabytes: only so much of it is decoded at a time
+
+
+class WorkerLost(UserError):  # noqa: N818 - it names what happened, in the user's words
+    """A process that prepares images was ended by the system."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,12 @@ class ViewLoader:
         self._batch_size = batch_size
         self._seed = seed
         self._sampler = _BatchesOfAnEpoch()
-        self._loader = _data_loader(_AugmentedViews(source, augmentation, views, seed), self._sampler, workers)
+        self._new_loader = partial(
+            _data_loader, _AugmentedViews(source, augmentation, views, seed), self._sampler, workers
+        )
+        self._loader = self._new_loader()
+        self.lost_workers = 0
+        """How many workers the system has ended so far. A few are replaced; more than that are no accident."""
 
     @property
     def batches_per_epoch(self) -> int:
@@ -78,8 +89,18 @@ class ViewLoader:
         """The batches of an epoch, from number `first_batch` on."""
         order = permutation(self._seed, Stream.EPOCH_ORDER, number, self._length)  # [N]
         self._sampler.epoch = number
-        self._sampler.batches = order.split(self._batch_size)[first_batch : self.batches_per_epoch]
-        yield from _checked(self._loader)
+        next_batch = first_batch
+        while next_batch < self.batches_per_epoch:
+            self._sampler.batches = order.split(self._batch_size)[next_batch : self.batches_per_epoch]
+            try:
+                for batch in _checked(self._loader):
+                    yield batch
+                    next_batch += 1
+            except WorkerLost:
+                self.lost_workers += 1
+                if self.lost_workers > _WORKERS_TO_LOSE:
+                    raise
+                self._loader = self._new_loader()  # workers keep no state: new ones go on with the same batch
 
 
 def plain_batches(source: ImageSource, size: int, batch_size: int, workers: int) -> Iterator[Batch]:
@@ -232,7 +253,7 @@ def _checked(loader: DataLoader[Any]) -> Iterator[Batch]:
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        raise UserError(
+        raise WorkerLost(
             f"A process that prepares images was ended by the system ({error}). Most often memory ran out, or "
             "shared memory (/dev/shm) is too small: try fewer --workers, or 0."
         ) from error

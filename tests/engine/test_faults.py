@@ -284,6 +284,7 @@ def test_a_killed_worker_is_replaced_and_the_result_is_the_same(tiny, tmp_path, 
     with monkeypatch.context() as patch:
         AtStep(patch, 2, kill_a_worker)
         pretrain(tiny(**settings), out=tmp_path / "run")
+    assert "has been replaced" in capsys.readouterr().out
     assert_same_weights(undisturbed, tmp_path / "run")
 
 
