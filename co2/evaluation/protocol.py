@@ -1,0 +1,56 @@
+"""The one shape of all evaluations: a subject and data in, named numbers and a record of the exact settings out."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from co2.checkpoint import write_atomically
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one protocol says about one subject."""
+
+    protocol: str
+    """Name of the protocol, as on the command line: knn, linear, ..."""
+    subject: str
+    """What was evaluated, as the user named it."""
+    data: str
+    """On which data, as the user named it."""
+    numbers: dict[str, float]
+    """The result: {"top1": 63.5, ...}, accuracies and precisions in percent."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Every setting of the protocol, and the seed."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What is too long for a table: per-class numbers, the images of a subset, curves."""
+
+    def write(self, path: Path) -> None:
+        """The record as JSON."""
+        write_atomically(path, lambda file: file.write((json.dumps(asdict(self), indent=1) + "\n").encode()))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over several runs."""
+
+    mean: float
+    deviation: float  # standard deviation of the sample; 0 for a single run
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} ± {self.deviation:.2f}" if self.deviation else f"{self.mean:.2f}"
+
+
+def spread_over_runs(runs: Sequence[Evaluation]) -> dict[str, Spread]:
+    """Mean and standard deviation of each number over runs of one protocol on one subject."""
+    return {
+        name: Spread(
+            statistics.fmean(run.numbers[name] for run in runs),
+            statistics.stdev(run.numbers[name] for run in runs) if len(runs) > 1 else 0.0,
+        )
+        for name in runs[0].numbers
+    }
