@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from co2.engine.launch import read_launch
 from co2.errors import UserError, did_you_mean
 
 
@@ -23,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words)
     except UserError as error:
-        print(f"co2: {error}", file=sys.stderr)
+        if read_launch().is_first:  # of many processes with the same mistake
+            print(f"co2: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -81,6 +84,7 @@ def _pretrain(words: list[str]) -> int:
         default=recipes.get(words[0]),
         prog=f"co2 pretrain {words[0]}",
         description=recipes.RECIPES[words[0]].summary + ".",
+        console_outputs=read_launch().is_first,
     )
 
     from co2.engine.pretrain import Stopped, pretrain
@@ -88,8 +92,11 @@ def _pretrain(words: list[str]) -> int:
     try:
         run = pretrain(experiment)
     except Stopped as stop:
-        print(stop)
+        if read_launch().is_first:
+            print(stop)
         return 128 + stop.signal_number
+    if not read_launch().is_first:
+        return 0
     print(f"\nDone. The backbone is in {run}. Three lines load it:\n")
     print(f"    import co2\n    backbone = co2.load_backbone({str(run)!r})")
     print("    features = backbone(images)  # [N, 3, H, W] normalised images in, pooled features out\n")
@@ -176,17 +183,38 @@ class ShapesSettings:
     """Another seed gives other pictures."""
 
 
+@dataclass(frozen=True)
+class ShardSettings:
+    """Write images as tar shards in the WebDataset convention, for data too large or too numerous for a folder."""
+
+    source: Annotated[str, tyro.conf.Positional]
+    """What to write: anything that --data takes."""
+    destination: Annotated[str, tyro.conf.Positional]
+    """Folder for train-000000.tar, ... and test-000000.tar, ...: new, empty, or begun by the same command."""
+    size_mib: float = 512.0
+    """About how large a shard becomes, in MiB."""
+    count: int | None = None
+    """How many images a shard holds instead, if given."""
+
+
 def _data(words: list[str]) -> int:
-    kinds = ("shapes",)
+    kinds: dict[str, Callable[[list[str]], int]] = {"shapes": _data_shapes, "shard": _data_shard}
     if not words or words[0] in ("-h", "--help"):
         print(
-            "usage: co2 data shapes DESTINATION [--layout folder|voc] [--count N] [--size N] [--seed N]\n\n"
-            "  shapes   write pictures that co2 renders, in ImageFolder or PASCAL VOC layout"
+            "usage: co2 data shapes DESTINATION [--layout folder|voc] [--count N] [--size N] [--seed N]\n"
+            "       co2 data shard SOURCE DESTINATION [--size-mib N | --count N]\n\n"
+            "  shapes   write pictures that co2 renders, in ImageFolder or PASCAL VOC layout\n"
+            "  shard    write any images as tar shards in the WebDataset convention"
         )
         return 0
     if words[0] not in kinds:
-        raise UserError(f"There is no command 'data {words[0]}'.{did_you_mean(words[0], kinds)} Use `co2 data shapes`.")
-    settings = tyro.cli(ShapesSettings, args=words[1:], prog="co2 data shapes")
+        hint = did_you_mean(words[0], kinds)
+        raise UserError(f"There is no command 'data {words[0]}'.{hint} Use `co2 data shapes` or `co2 data shard`.")
+    return kinds[words[0]](words[1:])
+
+
+def _data_shapes(words: list[str]) -> int:
+    settings = tyro.cli(ShapesSettings, args=words, prog="co2 data shapes")
 
     from rich.progress import Progress
 
@@ -196,6 +224,26 @@ def _data(words: list[str]) -> int:
         task = bar.add_task("Writing", total=settings.count)
         write_shapes(**dataclasses.asdict(settings), progress=lambda done, total: bar.update(task, completed=done))
     print(f"Wrote {settings.count:,} pictures of shapes to {settings.destination}.")
+    return 0
+
+
+def _data_shard(words: list[str]) -> int:
+    settings = tyro.cli(ShardSettings, args=words, prog="co2 data shard")
+
+    from rich.progress import Progress
+
+    from co2.data.shard_writer import write_shards
+
+    with Progress(transient=True) as bar:
+        task = bar.add_task("Writing", total=None)
+        written = write_shards(
+            **dataclasses.asdict(settings),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    for name, reason in written.left_out:
+        print(f"Left out: {name} ({reason}).", file=sys.stderr)
+    print(f"{written.images:,} images are in {written.shards:,} shards in {settings.destination}.")
+    print(f"Train on them with --data {shlex.quote(settings.destination)}")
     return 0
 
 
@@ -212,7 +260,7 @@ COMMANDS: dict[str, Command] = {
     "pretrain": Command("pretrain RECIPE", "pre-train a backbone on your images", _pretrain),
     "recipes": Command("recipes [NAME]", "what each recipe is, in a table; or all settings of one", _recipes),
     "demo": Command("demo", "MoCo and MoCo + CO2 side by side, in minutes, on any computer", _demo),
-    "data": Command("data shapes DEST", "write pictures to try things on", _data),
+    "data": Command("data shapes|shard", "write pictures to try things on, or any images as tar shards", _data),
 }
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
-from co2.data.source import BadImage, printable
+from co2.data.source import BadImage, in_words
 
 # Only these decoders are tried, whatever a file is called: some of Pillow's others start external programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
@@ -76,7 +76,7 @@ def _open_regular(path: str | bytes | os.PathLike[str]) -> Iterator[BinaryIO]:
     except PermissionError:
         raise BadImage("no permission to read it") from None
     except (OSError, ValueError) as error:  # a failing disk, or a path with a NUL in it
-        raise BadImage(f"cannot be opened ({_in_words(error)})") from None
+        raise BadImage(f"cannot be opened ({in_words(error)})") from None
 
 
 def _check_regular(information: os.stat_result) -> None:
@@ -118,7 +118,7 @@ def _decode(file: BinaryIO) -> torch.Tensor:
     except Exception as error:  # a broken file makes Pillow raise anything from SyntaxError to struct.error
         if "truncated" in str(error).lower():
             raise BadImage("truncated file") from None
-        raise BadImage(f"damaged file ({_in_words(error)})") from None
+        raise BadImage(f"damaged file ({in_words(error)})") from None
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
@@ -177,8 +177,3 @@ def _range(values: np.ndarray) -> tuple[float, float]:
         return float(values.min()), float(values.max())
     finite = values[np.isfinite(values)]
     return (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
-
-
-def _in_words(error: Exception) -> str:
-    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return printable(words.strip().rstrip("."))

@@ -21,16 +21,30 @@ class PackedPaths:
     """Paths joined into one array: a million of them are two arrays to copy into a worker, not a million objects."""
 
     def __init__(self, paths: Iterable[bytes]) -> None:
-        joined = list(paths)
-        self._bytes = np.frombuffer(b"".join(joined), dtype=np.uint8)  # all paths, end to end
-        self._ends = np.cumsum([len(path) for path in joined], dtype=np.int64)  # [N]
+        listed = list(paths)
+        self.joined = np.frombuffer(b"".join(listed), dtype=np.uint8)  # all paths, end to end
+        self.ends = np.cumsum([len(path) for path in listed], dtype=np.int64)  # [N]
+
+    @staticmethod
+    def from_arrays(joined: np.ndarray, ends: np.ndarray) -> PackedPaths:
+        """From paths that are already end to end, uint8, and the places where each ends, [N] int64."""
+        packed = PackedPaths(())
+        packed.joined, packed.ends = joined, ends
+        return packed
+
+    @staticmethod
+    def chain(parts: Sequence[PackedPaths]) -> PackedPaths:
+        """The paths of all parts, one part after the other."""
+        starts = np.cumsum([0, *(len(part.joined) for part in parts)])
+        ends = [part.ends + start for part, start in zip(parts, starts, strict=False)]
+        return PackedPaths.from_arrays(np.concatenate([part.joined for part in parts]), np.concatenate(ends))
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self.ends)
 
     def __getitem__(self, index: int) -> bytes:
-        start = 0 if index == 0 else self._ends[index - 1]
-        return self._bytes[start : self._ends[index]].tobytes()
+        start = 0 if index == 0 else self.ends[index - 1]
+        return self.joined[start : self.ends[index]].tobytes()
 
 
 class FileSource(ImageSource):

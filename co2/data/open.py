@@ -11,12 +11,12 @@ from co2.data.decode import EXTENSIONS
 from co2.data.digits import digits_splits
 from co2.data.folder import FileSource, folder_source, list_source
 from co2.data.shapes import ShapesSource
-from co2.data.source import BadImage, ImageSource
+from co2.data.shards import find_shards, open_shards
+from co2.data.source import HELD_OUT, BadImage, ImageSource
 from co2.data.torchvision_layouts import find_layout, open_layout
 from co2.errors import UserError, did_you_mean
 
 SHAPES_COUNT, SHAPES_SIZE, SHAPES_TEST_COUNT = 4000, 32, 1000
-_HELD_OUT = ("val", "valid", "validation", "test")  # in the order in which they are preferred
 _SAMPLE = 5
 
 
@@ -39,8 +39,9 @@ def open_data(specification: str) -> DataSplits:
 
     Args:
         specification: `shapes`, `shapes:COUNT` or `shapes:COUNT:SIZE` (pictures that the package renders), `digits`
-            (scikit-learn's handwritten digits), or a path: a folder of images, a text file that lists images, or
-            CIFAR-10, CIFAR-100 or STL-10 as torchvision stores them.
+            (scikit-learn's handwritten digits), or a path: a folder of images, a text file that lists images,
+            CIFAR-10, CIFAR-100 or STL-10 as torchvision stores them, or tar shards: a folder of them, one, a pattern
+            such as `train-{000000..000012}.tar`, or an address for fsspec.
     """
     kind, *numbers = specification.split(":")
     if kind == "shapes":
@@ -48,6 +49,11 @@ def open_data(specification: str) -> DataSplits:
     if specification == "digits":
         return _digits()
     path = os.path.expanduser(specification)
+    shards = find_shards(path)
+    if shards is not None:
+        train, bank, test, words = open_shards(specification, shards)
+        _check_readable(train)
+        return DataSplits(train, bank, test, words)
     if not os.path.exists(path):
         raise UserError(_no_such_path(specification, path))
     if not os.path.isdir(path):
@@ -93,7 +99,7 @@ def _listed(path: str) -> DataSplits:
 
 def _folder(path: str) -> DataSplits:
     inside = sorted(name for name in _names(path) if os.path.isdir(os.path.join(path, name)) and name[0] != ".")
-    held_out = [name for name in _HELD_OUT if name in inside]
+    held_out = [name for name in HELD_OUT if name in inside]
     if "train" not in inside or not held_out:
         source = folder_source(path)
         _check_readable(source)
@@ -128,7 +134,7 @@ def _count(source: ImageSource) -> str:
     return f"{len(source):,} image{'s' if len(source) != 1 else ''}, {kinds}"
 
 
-def _check_readable(source: FileSource) -> None:
+def _check_readable(source: ImageSource) -> None:
     """Bad images are the loader's business, one by one; but if no image of a few can be read, say so at once."""
     reasons = []
     for index in np.unique(np.linspace(0, len(source) - 1, _SAMPLE).astype(int)):
@@ -161,5 +167,5 @@ def _no_such_path(specification: str, path: str) -> str:
     hint = did_you_mean(last, [*names, "shapes", "digits"])
     return (
         f"There is no file or folder '{specification}'.{hint} --data takes a folder of images, a text file that lists "
-        "images, or one of the built-in sets: shapes, digits."
+        "images, tar shards, or one of the built-in sets: shapes, digits."
     )

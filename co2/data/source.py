@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+HELD_OUT = ("val", "valid", "validation", "test")
+"""What people call the images that are not trained on, in the order in which they are preferred."""
+
 
 class BadImage(Exception):  # noqa: N818  (it names the image, not the program, as what is wrong)
     """An image that cannot be read. The message is the reason, in a few plain words: 'truncated file'."""
@@ -32,6 +35,12 @@ def _printable_character(character: str) -> str:
     if character != "\\" and (character.isprintable() or unicodedata.category(character) == "Zs"):
         return character
     return character.encode("unicode_escape").decode()
+
+
+def in_words(error: Exception) -> str:
+    """What an error says, in a line that can stand in a sentence."""
+    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return printable(words.strip().rstrip("."))
 
 
 class ImageSource(ABC):

@@ -1,0 +1,250 @@
+"""Writing tar shards in the WebDataset convention, from any images."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from co2.data.open import DataSplits, open_data
+from co2.data.shard_storage import index_of
+from co2.data.shards import CLASSES_FILE
+from co2.data.source import BadImage, ImageSource, in_words, printable
+from co2.errors import UserError
+
+MANIFEST = "shards.json"
+SIZE_MIB = 512
+Progress = Callable[[int, int], None]
+"""Called with how many images are done, and of how many."""
+_UNFINISHED = ".writing"
+_OURS = re.compile(rf"((train|test)-\d{{6}}\.tar|{re.escape(MANIFEST)}|{re.escape(CLASSES_FILE)})(\.writing)?")
+_BLOCK = 512
+_ANOTHER_NAME = {".jpeg": ".jpg", ".jfif": ".jpg", ".tiff": ".tif"}  # by which more programs know them
+
+
+@dataclass(frozen=True)
+class Written:
+    """What `write_shards` has done."""
+
+    images: int
+    """How many images lie in the shards now, those of an earlier attempt included."""
+    shards: int
+    left_out: tuple[tuple[str, str], ...]
+    """Each image whose bytes could not be read, and why."""
+
+
+def write_shards(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    size_mib: float = SIZE_MIB,
+    count: int | None = None,
+    progress: Progress | None = None,
+) -> Written:
+    """Write train-000000.tar, ... and test-000000.tar, ... with the images of `source`, whatever `open_data` opens.
+
+    Images that are files are copied as they are, good or bad, and others written as PNG. KEY.cls beside KEY.jpg holds
+    the class number, and classes.json the names. A shard appears when it is whole. If the program is interrupted, run
+    it again with the same arguments: finished shards are kept.
+
+    Args:
+        source: as for --data.
+        destination: a folder that is new, empty, or was begun by this function with the same arguments.
+        size_mib: about how large a shard becomes; only the last is smaller.
+        count: how many images a shard holds instead, if given.
+        progress: told after each image how far things are.
+    """
+    if not size_mib > 0 or (count is not None and count < 1):
+        raise UserError("A shard needs room for an image: give a --size-mib above 0, or a --count of at least 1.")
+    source, destination = os.fspath(source), os.fspath(destination)
+    data = open_data(source)
+    splits = _labelled_splits(data)
+    _claim(destination, source, splits, size_mib, count)
+    limit = _Limit(int(size_mib * 2**20), count)
+    total = sum(len(images) for images in splits.values())
+    done = images = shards = 0
+    left_out: list[tuple[str, str]] = []
+    for split, part in splits.items():
+        writer = _SplitWriter(destination, split, part, limit)
+        try:
+            for index in writer.write():
+                if progress is not None:
+                    progress(done + index + 1, total)
+        except OSError as error:
+            raise UserError(
+                f"The shards in '{printable(destination)}' cannot be written any further: {in_words(error)}. "
+                "Those that are there are whole: make room, and run the command again to go on."
+            ) from None
+        done += len(part)
+        images += writer.images
+        shards += writer.shards
+        left_out += writer.left_out
+    return Written(images, shards, tuple(left_out))
+
+
+@dataclass(frozen=True)
+class _Limit:
+    size: int
+    count: int | None
+
+    def reached(self, size: int, count: int) -> bool:
+        return size >= self.size if self.count is None else count >= self.count
+
+
+class _SplitWriter:
+    """Writes the shards of one split, from where an earlier attempt ended."""
+
+    def __init__(self, folder: str, split: str, source: ImageSource, limit: _Limit) -> None:
+        self.folder = folder
+        self.split = split
+        self.source = source
+        self.limit = limit
+        self.left_out: list[tuple[str, str]] = []
+        self.images = 0
+        self.shards = 0
+
+    def write(self) -> Iterator[int]:
+        """Yields the number of each image when it is done with."""
+        position = self._finished()
+        while position < len(self.source):
+            samples = self._samples(position)
+            first = next(samples, None)
+            if first is None:  # nothing but unreadable files were left
+                break
+            path = self._path(self.shards)
+            size = written = 0
+            with _appearing_when_whole(path) as archive:
+                for index, members in itertools.chain([first], samples):
+                    for name, data in members:
+                        _add(archive, name, data)
+                        size += _BLOCK + -(-len(data) // _BLOCK) * _BLOCK
+                    written += 1
+                    position = index + 1
+                    yield index
+                    if self.limit.reached(size, written):
+                        break
+                else:
+                    position = len(self.source)
+            index_of(path)  # read it back, and keep its index beside it
+            self.images += written
+            self.shards += 1
+
+    def _finished(self) -> int:
+        """Count the shards that are there, and return the number of the first image that is in none of them."""
+        position = 0
+        while os.path.exists(self._path(self.shards)):
+            index, _ = index_of(self._path(self.shards))
+            key = index.names[len(index) - 1].split(b".")[0] if len(index) else b""
+            if index.damage or not key.isdigit():
+                raise UserError(
+                    f"'{printable(self._path(self.shards))}' is damaged. Delete it, and run the command again."
+                )
+            position = int(key) + 1
+            self.images += len(index)
+            self.shards += 1
+        return position
+
+    def _path(self, number: int) -> str:
+        return os.path.join(self.folder, f"{self.split}-{number:06d}.tar")
+
+    def _samples(self, first: int) -> Iterator[tuple[int, list[tuple[str, bytes]]]]:
+        """From image `first` on: its number, and the names and bytes of the members that make it up."""
+        for index in range(first, len(self.source)):
+            try:
+                data, extension = self.source.encoded(index)
+            except BadImage as error:
+                self.left_out.append((self.source.describe(index), str(error)))
+                continue
+            members = [(f"{index:09d}{_ANOTHER_NAME.get(extension, extension)}", data)]
+            if self.source.labels is not None:
+                members.append((f"{index:09d}.cls", str(int(self.source.labels[index])).encode()))
+            yield index, members
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)  # owner, time and so on are the same for all, so that equal images make equal shards
+    member.size = len(data)
+    member.mode = 0o444
+    archive.addfile(member, io.BytesIO(data))
+
+
+@contextmanager
+def _appearing_when_whole(path: str) -> Iterator[tarfile.TarFile]:
+    """A tar file that has its name only once it is complete and on the disk."""
+    unfinished = path + _UNFINISHED
+    try:
+        with open(unfinished, "wb") as file:
+            with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+                yield archive
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        with suppress(OSError):
+            os.remove(unfinished)
+        raise
+
+
+def _labelled_splits(data: DataSplits) -> dict[str, ImageSource]:
+    splits = {"train": data.train}
+    if data.test is not None:
+        splits["test"] = data.test
+    return splits
+
+
+def _claim(destination: str, source: str, splits: dict[str, ImageSource], size_mib: float, count: int | None) -> None:
+    """Make the folder, or make sure that it is what an earlier attempt at the same has left."""
+    manifest = {
+        "format": "co2 shards",
+        "source": source,
+        "images": {split: len(images) for split, images in splits.items()},
+        "size_mib": size_mib if count is None else None,
+        "count": count,
+    }
+    path = os.path.join(destination, MANIFEST)
+    try:
+        os.makedirs(destination, exist_ok=True)
+        present = [name for name in os.listdir(destination) if not name.startswith(".")]
+        foreign = [name for name in present if not _OURS.fullmatch(name)]
+        if foreign or (set(present) - {MANIFEST + _UNFINISHED} and MANIFEST not in present):
+            raise UserError(
+                f"'{printable(destination)}' holds something else ('{printable((foreign or present)[0])}'), and "
+                "nothing in it is overwritten. Empty it or name a new folder."
+            )
+        if MANIFEST in present and _read_json(path) != manifest:
+            raise UserError(
+                f"The shards in '{printable(destination)}' were begun from another source or with other settings. "
+                "Run the command that began them, or name a new folder."
+            )
+        for name in present:
+            if name.endswith(_UNFINISHED):
+                os.remove(os.path.join(destination, name))
+        _write_json(path, manifest)
+        classes = next((images.classes for images in splits.values() if images.classes), None)
+        if classes is not None:
+            _write_json(os.path.join(destination, CLASSES_FILE), list(classes))
+    except FileExistsError:
+        raise UserError(f"'{printable(destination)}' is a file. Name a new folder.") from None
+    except OSError as error:
+        raise UserError(
+            f"'{printable(destination)}' cannot be written to: {error.strerror}. Name another folder."
+        ) from None
+
+
+def _read_json(path: str) -> object:
+    with open(path, "rb") as file:
+        try:
+            return json.load(file)
+        except (ValueError, RecursionError):
+            return None
+
+
+def _write_json(path: str, value: object) -> None:
+    with open(path + _UNFINISHED, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+    os.replace(path + _UNFINISHED, path)
