@@ -1,0 +1,309 @@
+"""What is evaluated: a backbone, by any name that a person has for one.
+
+    runs/mine                           a run folder
+    runs/mine/backbone.safetensors      what a run leaves
+    runs/mine/checkpoints/step-9.pt     a run in the middle
+    moco_v2_800ep_pretrain.pth.tar      an official MoCo v1 or v2 checkpoint
+    torchvision/resnet50, timm/NAME     a model with random weights
+    torchvision/resnet50:DEFAULT        the same with its published weights, downloaded if they are not there yet
+    random, random:torchvision/NAME     random weights; alone, those of whatever it is compared with, or of a ResNet-50
+
+Files are read as tensors and plain values only: nothing in them can execute code.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import urllib.error
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.resnet import ResNet
+
+from co2.checkpoint import read_backbone, read_checkpoint
+from co2.config import Experiment
+from co2.encoders.backbones import build_backbone, feature_width
+from co2.encoders.specification import Stem
+from co2.errors import UserError, did_you_mean
+from co2.views.specification import Augmentation
+
+PAPER_BACKBONE = "torchvision/resnet50"
+_KEYS_SHOWN = 6  # of those that do not fit
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backbone to evaluate. It is never changed: every protocol builds modules of its own from it."""
+
+    name: str
+    """What the user calls it."""
+    backbone: str
+    """Which model it is: torchvision/resnet50, timm/NAME, co2/resnet10-narrow."""
+    weights: Mapping[str, Tensor]
+    """Its state dict, without a classifier, on the CPU."""
+    stem: Stem = "standard"
+    view_size: int = 224
+    """Side of the views that it is shown, in pixels."""
+    mean: tuple[float, float, float] = Augmentation.mean
+    std: tuple[float, float, float] = Augmentation.std
+    steps: int | None = None
+    """How long it has been trained, where a run's checkpoint says so."""
+
+    def build(self, classes: int = 0) -> nn.Module:
+        """A new module with the subject's weights: returning pooled features [N, width], or the logits [N, classes] of
+        a new, randomly initialised classifier."""
+        module = build_backbone(self.backbone, self.stem, self.view_size, classes)
+        module.load_state_dict(dict(self.weights), strict=classes == 0)  # all but the classifier, as open_subject saw
+        return module
+
+    def spatial(self) -> ResNet:
+        """A new module with the subject's weights, for protocols that need conv1 to layer4 one by one."""
+        module = self.build()
+        if not isinstance(module, ResNet):
+            raise UserError(
+                f"Detection and segmentation are built on torchvision's ResNets (and co2/resnet10-narrow), and "
+                f"{self.name} is {self.backbone}. Evaluate it by knn, linear, semi-supervised, svm or label-free."
+            )
+        return module
+
+    @cached_property
+    def width(self) -> int:
+        """Length of the pooled features."""
+        return feature_width(build_backbone(self.backbone, self.stem, self.view_size))
+
+    @property
+    def views(self) -> Augmentation:
+        """How the backbone is shown images while something is trained on it: a random resized crop and a flip, no more
+        (the paper's appendix). Crops as for supervised training on ImageNet, from 8% of the area."""
+        return Augmentation(
+            size=self.view_size,
+            crop_scale=(0.08, 1.0),
+            jitter_probability=0.0,
+            grey_probability=0.0,
+            blur_probability=0.0,
+            mean=self.mean,
+            std=self.std,
+        )
+
+    def random(self, seed: int = 0) -> Subject:
+        """The same architecture with random weights: what a subject is compared with."""
+        fresh = _fresh_weights(self.backbone, self.stem, self.view_size, seed)
+        return replace(self, name="random", weights=fresh, steps=None)
+
+
+def open_subject(name: str, *, view_size: int | None = None, like: Subject | None = None, seed: int = 0) -> Subject:
+    """The backbone that `name` stands for; see the top of this file.
+
+    Args:
+        name: a run folder, a file, a model's name, or `random`.
+        view_size: side of the views to show it, instead of the one that it was trained with (224 where unknown).
+        like: whose architecture, views and normalisation `random` takes.
+        seed: what random weights are drawn from.
+    """
+    if name == "random" and like is not None:
+        return _checked(like.random(seed), view_size)
+    kind, _, rest = name.partition(":")
+    if kind == "random":
+        return _checked(replace(_model(rest or PAPER_BACKBONE, "", seed, view_size), name=name), view_size)
+    if kind.startswith(("torchvision/", "timm/", "co2/")) and not Path(name).exists():
+        return _checked(replace(_model(kind, rest, seed, view_size), name=name), view_size)
+    path = Path(name).expanduser()
+    if not path.exists():
+        hint = did_you_mean(name, ["random", "torchvision/resnet50", "torchvision/resnet18", "co2/resnet10-narrow"])
+        raise UserError(
+            f"There is no '{name}' to evaluate.{hint} Give a run folder, a backbone.safetensors, an official MoCo "
+            "checkpoint (.pth.tar), torchvision/NAME or timm/NAME (with :DEFAULT for its published weights), or random."
+        )
+    if path.is_dir() or path.suffix == ".safetensors":
+        subject = _saved_backbone(path)
+    else:
+        subject = _pickled(path)
+    return _checked(replace(subject, name=name), view_size)
+
+
+def _saved_backbone(path: Path) -> Subject:
+    weights, description = read_backbone(path)
+    stem: Any = description["stem"]
+    return Subject(
+        name=str(path),
+        backbone=description["backbone"],
+        weights=weights,
+        stem=stem,
+        view_size=int(description["view_size"]),
+        mean=tuple(json.loads(description["mean"])),
+        std=tuple(json.loads(description["std"])),
+    )
+
+
+def _pickled(path: Path) -> Subject:
+    """A checkpoint of this program, or of the MoCo authors'."""
+    if path.parent.name == "checkpoints" and path.suffix == ".pt":
+        state = read_checkpoint(path)
+    else:
+        state = _load_plain(path)
+    if not isinstance(state, dict):
+        raise UserError(f"{path} holds a {type(state).__name__}, not a checkpoint.")
+    if "experiment" in state and "mechanism" in state:
+        return _training_checkpoint(path, state)
+    if "state_dict" in state:
+        return _moco_checkpoint(path, state)
+    raise UserError(
+        f"{path} is not a checkpoint that is understood: it has {_some(state)}. Official MoCo checkpoints have "
+        "arch and state_dict."
+    )
+
+
+def _load_plain(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{path} holds more than tensors and plain values. Loading it could run any code that its author put "
+            "there, so it is refused. If you trust its author, load it yourself, and save its state dict and "
+            "architecture alone: torch.save({'arch': 'resnet50', 'state_dict': checkpoint['state_dict']}, 'clean.pth')"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise UserError(f"{path} cannot be read: it is damaged, incomplete, or no checkpoint at all.") from error
+
+
+def _training_checkpoint(path: Path, state: Mapping[str, Any]) -> Subject:
+    experiment = Experiment.from_json(state["experiment"])
+    prefix = "encoder.backbone."
+    weights = {key.removeprefix(prefix): value for key, value in state["mechanism"].items() if key.startswith(prefix)}
+    return Subject(
+        name=str(path),
+        backbone=experiment.encoder.backbone,
+        weights=weights,
+        stem=experiment.encoder.stem,
+        view_size=experiment.views.size,
+        mean=experiment.views.mean,
+        std=experiment.views.std,
+        steps=int(state["step"]),
+    )
+
+
+def _moco_checkpoint(path: Path, state: Mapping[str, Any]) -> Subject:
+    """`main_moco.py` of facebookresearch/moco: the query encoder is the one that is handed over."""
+    entries = state["state_dict"]
+    prefix = re.compile(r"^(module\.)?encoder_q\.")
+    weights = {
+        prefix.sub("", key): value
+        for key, value in entries.items()
+        if prefix.match(key) and not prefix.sub("", key).startswith("fc.")  # the head that projects onto the sphere
+    }
+    if not weights:
+        raise UserError(
+            f"{path} has no query encoder: no entry begins with module.encoder_q. It has {_some(entries)}. Checkpoints "
+            "of MoCo v1 and v2 pre-training are understood, those of a linear classifier on top are not."
+        )
+    architecture = str(state.get("arch", "resnet50"))
+    return Subject(name=str(path), backbone=f"torchvision/{architecture}", weights=weights)
+
+
+def _model(backbone: str, weights: str, seed: int, view_size: int | None) -> Subject:
+    if weights and backbone.startswith("torchvision/"):
+        return _published_torchvision(backbone, weights, view_size)
+    if weights:
+        return _published_timm(backbone, weights, view_size)
+    size = view_size or 224
+    return Subject(backbone, backbone, _fresh_weights(backbone, "standard", size, seed), view_size=size)
+
+
+def _fresh_weights(backbone: str, stem: Stem, view_size: int, seed: int) -> dict[str, Tensor]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build_backbone(backbone, stem, view_size).state_dict()
+
+
+def _published_torchvision(backbone: str, weights: str, view_size: int | None) -> Subject:
+    from torchvision.models import get_model_weights
+
+    name = backbone.removeprefix("torchvision/")
+    build_backbone(backbone, view_size=view_size or 224)  # says what is wrong with the name, if anything is
+    known = get_model_weights(name)
+    if weights not in known.__members__:
+        raise UserError(
+            f"torchvision has no weights '{weights}' for {name}.{did_you_mean(weights, known.__members__)} "
+            f"It has {', '.join(known.__members__)}."
+        )
+    chosen = known[weights]
+    try:
+        state = chosen.get_state_dict(progress=True, check_hash=True)
+    except (urllib.error.URLError, OSError, RuntimeError) as error:
+        raise UserError(
+            f"The published weights of {backbone} cannot be downloaded from {chosen.url}: {error}. Download that file "
+            f"elsewhere and put it into {Path(torch.hub.get_dir()) / 'checkpoints'}."
+        ) from error
+    transforms = chosen.transforms()
+    size = view_size or int(transforms.crop_size[0])
+    wanted = build_backbone(backbone, view_size=size).state_dict()
+    return Subject(
+        backbone,
+        backbone,
+        {key: value for key, value in state.items() if key in wanted},  # without the classifiers
+        view_size=size,
+        mean=tuple(transforms.mean),
+        std=tuple(transforms.std),
+    )
+
+
+def _published_timm(backbone: str, weights: str, view_size: int | None) -> Subject:
+    if weights != "DEFAULT" or not backbone.startswith("timm/"):
+        raise UserError(
+            f"{backbone} has no weights '{weights}'. timm's models have :DEFAULT; other weights of theirs are part of "
+            "the name: timm/resnet50.a1_in1k:DEFAULT."
+        )
+    name = backbone.removeprefix("timm/")
+    build_backbone(backbone, view_size=view_size or 224)  # says what is wrong with the name, if anything is
+    import timm
+
+    published = timm.models.get_pretrained_cfg(name)
+    try:
+        model = timm.create_model(name, pretrained=True, num_classes=0)
+    except Exception as error:  # whatever the hub's client raises: the reason is told
+        raise UserError(f"The published weights of {backbone} cannot be downloaded: {error}") from error
+    return Subject(
+        backbone,
+        backbone,
+        model.state_dict(),
+        view_size=view_size or int(published.input_size[-1]),
+        mean=tuple(published.mean),
+        std=tuple(published.std),
+    )
+
+
+def _checked(subject: Subject, view_size: int | None) -> Subject:
+    """The subject with the view size that was asked for, once its weights are known to be all that its model needs."""
+    subject = replace(subject, view_size=view_size or subject.view_size)
+    wanted = build_backbone(subject.backbone, subject.stem, subject.view_size).state_dict()
+    complaints = []
+    missing = [key for key in wanted if key not in subject.weights]
+    unknown = [key for key in subject.weights if key not in wanted]
+    shapes = [
+        f"{key} {tuple(subject.weights[key].shape)} instead of {tuple(wanted[key].shape)}"
+        for key in wanted
+        if key in subject.weights and subject.weights[key].shape != wanted[key].shape
+    ]
+    for words, keys in (("missing", missing), ("unknown to it", unknown), ("of another shape", shapes)):
+        if keys:
+            complaints.append(f"{words}: {_some(keys)}")
+    if complaints:
+        raise UserError(
+            f"The weights in {subject.name} are not those of {subject.backbone}"
+            + (f" with the {subject.stem} stem" if subject.stem != "standard" else "")
+            + f". {'; '.join(complaints)}. Is this the file of another architecture?"
+        )
+    return subject
+
+
+def _some(keys: Any) -> str:
+    names = [str(key) for key in keys]
+    more = len(names) - _KEYS_SHOWN
+    return ", ".join(names[:_KEYS_SHOWN]) + (f" and {more} more" if more > 0 else "")
