@@ -188,7 +188,7 @@ def demo_moco() -> Experiment:
         ),
         encoder=EncoderSpecification(backbone="co2/resnet10-narrow", stem="small-stride-2", head="linear"),
         negatives=NegativesSpecification(source="queue", size=512, momentum=0.99),
-        objective=ObjectiveSpecification(tau_instance=0.1, tau_consistency=0.05),
+        objective=ObjectiveSpecification(tau_instance=0.1, tau_consistency=0.1),
         optimisation=OptimisationSpecification(base_learning_rate=0.03, base_batch_size=64, weight_decay=5e-4),
         monitoring=MonitoringSpecification(log_every=10, evaluate_every=4, health_images=512),
     )
