@@ -650,20 +650,30 @@ class Tiles(NamedTuple):
     programs: int  # programs that share one multiprocessor: with the number of those, it sets the number of splits
 
 
-def forward_tiles(full: bool) -> Tiles:
+def forward_tiles(full: bool, device: torch.device) -> Tiles:
     """Tiles of the forward kernel."""
     if full:
         return Tiles(rows=32, negatives=32, warps=4, stages=2, programs=2)
+    if not _roomy(device):
+        return Tiles(rows=64, negatives=32, warps=4, stages=2, programs=1)
     return Tiles(rows=64, negatives=64, warps=4, stages=3, programs=2)
 
 
-def backward_tiles(full: bool, target: bool) -> Tiles:
+def backward_tiles(full: bool, target: bool, device: torch.device) -> Tiles:
     """Tiles of both backward kernels. Two sums per row, where the positive's similarities pass gradients, need room."""
     if full:
         return Tiles(rows=32, negatives=32, warps=4, stages=2, programs=2)
-    if target:
+    if target or not _roomy(device):
         return Tiles(rows=64, negatives=32, warps=4, stages=2, programs=2)
     return Tiles(rows=64, negatives=64, warps=4, stages=3, programs=2)
+
+
+@functools.cache
+def _roomy(device: torch.device) -> bool:
+    """Whether a program may hold 160 KiB of shared memory, as on A100 and H100 but not on GeForce cards."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
 
 
 # TRITON_INTERPRET=1, set before Triton is imported, runs the kernels on the CPU: slowly, and good for tests.
@@ -689,7 +699,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """L_ins [B], L_con [B] (empty without its temperature), rank [B]; operands and statistics for backward."""
     (b, d), k, device = query.shape, len(negatives), query.device
-    tiles = tiles or forward_tiles(settings.full)
+    tiles = tiles or forward_tiles(settings.full, device)
     negatives = _row_major(negatives)
     consistency, smoothing = settings.tau_consistency is not None, settings.label_smoothing > 0
     row_tiles, splits, tiles_per_split = _schedule(b, k, tiles, device)
@@ -738,7 +748,7 @@ def backward(
     (b, d), k = query.shape, len(negatives)
     instance, smoothing = grad_instance is not None, settings.label_smoothing > 0
     target = target and grad_consistency is not None
-    tiles = tiles or backward_tiles(settings.full, target)
+    tiles = tiles or backward_tiles(settings.full, target, query.device)
     shape = _shape_of_tiles(k, d, tiles)
     dim_tiles = triton.cdiv(d, shape["BLOCK_D"])
     need_query, need_positive, need_negatives = needed
