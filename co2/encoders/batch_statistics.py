@@ -6,6 +6,8 @@ different companions (He et al. 2020, section 3.3, "Shuffling BN"). With one gro
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,9 +30,41 @@ def group_batch_statistics(module: nn.Module, groups: int) -> None:
         if isinstance(layer, GroupedStatistics):
             layer.groups = groups
         elif isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm) and groups > 1:
-            layer.__class__ = _grouped(type(layer))
+            layer.__class__ = _mixed(GroupedStatistics, type(layer))
             assert isinstance(layer, GroupedStatistics)
             layer.groups = groups
+
+
+def keep_views_together(module: nn.Module, views: int) -> None:
+    """Where `views` consecutive rows of a batch show one image, let no group begin in the middle of an image."""
+    for layer in module.modules():
+        if isinstance(layer, GroupedStatistics):
+            layer.rows_per_image = views
+
+
+def synchronise_batch_statistics(module: nn.Module, gather: Callable[[Tensor], Tensor]) -> None:
+    """Make every BatchNorm inside `module` normalise a training batch with the statistics of all processes.
+
+    What `nn.SyncBatchNorm` does, but on every device and for every subclass of BatchNorm. In place, as
+    `group_batch_statistics` is.
+
+    Args:
+        gather: takes a tensor [X] from each process and returns them all, [processes, X], with gradients.
+    """
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, SynchronisedStatistics):
+            layer.__class__ = _mixed(SynchronisedStatistics, type(layer))
+            assert isinstance(layer, SynchronisedStatistics)
+            layer.gather = gather
+
+
+def nearly_equal(count: int, parts: int) -> list[int]:
+    """Where each of `parts` nearly equal parts of `count` things begins, larger parts first, and where the last ends.
+
+    The parts of a part are the parts: cut into G, or into W and each of these into G / W, things come out the same.
+    """
+    size, larger = divmod(count, parts)
+    return [part * size + min(part, larger) for part in range(parts + 1)]
 
 
 def group_count(images: int, groups: int) -> int:
@@ -48,12 +82,15 @@ class GroupedStatistics(_Layer):
     """Mixed into a BatchNorm class by `group_batch_statistics`."""
 
     groups: int
+    rows_per_image = 1
 
     def forward(self, input: Tensor) -> Tensor:
-        count = group_count(len(input), self.groups)
+        images = len(input) // self.rows_per_image
+        count = group_count(images, self.groups)
         if not self.training or count == 1:
             return super().forward(input)  # [N, C, ...]
-        parts = input.tensor_split(count)  # nearly equal parts of [N, C, ...]
+        cuts = [image * self.rows_per_image for image in nearly_equal(images, count)[1:-1]]
+        parts = input.tensor_split(cuts)  # of [N, C, ...]
         if self.momentum is None:  # a cumulative average: each group is a batch of its own
             return torch.cat([super(GroupedStatistics, self).forward(part) for part in parts])
         # Group i of g has momentum (m/g) / (1 - (g-i) m/g). The product of what the later groups leave of it
@@ -71,11 +108,61 @@ class GroupedStatistics(_Layer):
         return torch.cat(normalised)  # [N, C, ...]
 
 
-_grouped_kinds: dict[type, type] = {}
+class SynchronisedStatistics(_Layer):
+    """Mixed into a BatchNorm class by `synchronise_batch_statistics`."""
+
+    gather: Callable[[Tensor], Tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        channels = input.shape[1]
+        numbers = input.to(torch.promote_types(input.dtype, torch.float32))  # [N, C, ...]
+        other_dimensions = [0, *range(2, input.dim())]
+        variance, mean = torch.var_mean(numbers, other_dimensions, correction=0)  # [C] each
+        count = mean.new_tensor([numbers.numel() / channels])  # [1]
+        everyone = self.gather(torch.cat([mean, variance, count]))  # [processes, 2C + 1]
+        means, variances, counts = everyone.split([channels, channels, 1], dim=1)
+        total = counts.sum()
+        share = counts / total  # [processes, 1]
+        mean = (share * means).sum(dim=0)  # [C]
+        variance = (share * (variances + (means - mean).square())).sum(dim=0)  # [C]
+        self._track(mean.detach(), (variance * total / (total - 1)).detach())
+        scale = (variance + self.eps).rsqrt()  # [C]
+        shape = [1, channels] + [1] * (input.dim() - 2)
+        normalised = (numbers - mean.view(shape)) * scale.view(shape)  # [N, C, ...]
+        with self._statistics_of_normalised(mean):  # the rest is the layer's own: weight, bias, timm's activation
+            return super().forward(normalised.to(input.dtype))
+
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics as torch's BatchNorm does."""
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        step = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), step)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), step)
+
+    @contextmanager
+    def _statistics_of_normalised(self, like: Tensor) -> Iterator[None]:
+        """Let the layer take its input for normalised already."""
+        own = self.running_mean, self.running_var
+        self.running_mean, self.running_var = torch.zeros_like(like), torch.full_like(like, 1 - self.eps)
+        self.training = False
+        try:
+            yield
+        finally:
+            self.running_mean, self.running_var = own
+            self.training = True
 
 
-def _grouped(kind: type) -> type:
-    """The subclass of a BatchNorm class that works in groups: always the same one for the same class."""
-    if kind not in _grouped_kinds:
-        _grouped_kinds[kind] = type(f"Grouped{kind.__name__}", (GroupedStatistics, kind), {})
-    return _grouped_kinds[kind]
+_mixed_kinds: dict[tuple[type, type], type] = {}
+
+
+def _mixed(way: type, kind: type) -> type:
+    """The subclass of a BatchNorm class that works in another way: always the same one for the same classes."""
+    if (way, kind) not in _mixed_kinds:
+        name = way.__name__.removesuffix("Statistics") + kind.__name__
+        _mixed_kinds[way, kind] = type(name, (way, kind), {})
+    return _mixed_kinds[way, kind]

@@ -21,16 +21,7 @@ class MomentumEncoder(nn.Module):
         torch._foreach_lerp_(list(self.encoder.parameters()), list(encoder.parameters()), 1 - momentum)
 
     @torch.no_grad()
-    def encode(self, images: Tensor, order: Tensor | None = None) -> Tensor:
-        """Unit features [N, D] of images [N, 3, S, S], row for row.
-
-        With `order`, a permutation [N], images meet other companions in the groups of batch statistics: they are
-        encoded in that order and their features put back in place.
-        """
-        if order is None:
-            unshuffled: Tensor = self.encoder(images)
-            return unshuffled  # [N, D]
-        shuffled: Tensor = self.encoder(images[order])  # [N, D]
-        features = torch.empty_like(shuffled)  # [N, D]
-        features[order] = shuffled
-        return features
+    def encode(self, images: Tensor) -> Tensor:
+        """Unit features [N, D] of images [N, 3, S, S]."""
+        features: Tensor = self.encoder(images)
+        return features  # [N, D]

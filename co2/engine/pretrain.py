@@ -8,10 +8,10 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,11 +28,12 @@ from co2.checkpoint import (
 )
 from co2.config import Experiment
 from co2.data.open import DataSplits, open_data
-from co2.data.source import ImageSource
 from co2.engine.advice import Advisor
+from co2.engine.distributed import ALONE, Processes, join_processes
+from co2.engine.launch import Launch
 from co2.engine.monitor import Monitor
-from co2.engine.progress import Display, choose_display
-from co2.engine.records import BAD_IMAGES, Records, claim_folder
+from co2.engine.progress import Display, Quiet, choose_display
+from co2.engine.records import BAD_IMAGES, Records, Unwritten, claim_folder
 from co2.engine.trainer import MEASURED, Trainer
 from co2.errors import RunError, UserError
 from co2.views.loader import Batch, ViewLoader
@@ -50,7 +51,7 @@ class Stopped(Exception):  # noqa: N818 - it is what the user asked for, not an 
 
 
 def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str | Path | None = None) -> Path:
-    """Pre-train a backbone and return the run folder.
+    """Pre-train a backbone and return the run folder. Started by torchrun, it trains with all its processes together.
 
     Args:
         experiment: a recipe, for instance `co2.recipes.co2_v2()`, edited or not.
@@ -61,16 +62,31 @@ def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str
         experiment = experiment.edit(data=str(data))
     run = Path(out or experiment.out or Path("runs", f"{experiment.recipe}-s{experiment.seed}"))
     experiment = experiment.edit(out=str(run))
-    device = choose_device(experiment.device)
-    splits = open_data(experiment.data)
-    _check_sizes(experiment, splits.train)
-    with claim_folder(run, experiment), _explained(run):
-        Run(experiment, splits, device, run).execute()
+    with join_processes() as processes, ExitStack() as claimed:
+        device = processes.each(lambda: choose_device(experiment.device, processes.launch))
+        splits = processes.each(lambda: open_data(experiment.data))
+        processes.use(device)
+        images = processes.joined([len(splits.train)])  # for each process
+        processes.first(lambda: _check_sizes(experiment, images))
+        processes.first(lambda: claimed.enter_context(claim_folder(run, experiment)))
+        with _explained(run):
+            Run(experiment, splits, device, run, processes).execute()
     return run
 
 
-def choose_device(name: str) -> torch.device:
-    """The device that the user named, if it is there."""
+def choose_device(name: str, launch: Launch = ALONE.launch) -> torch.device:
+    """The device that the user named, if it is there; of several processes on a machine each gets a GPU of its own."""
+    if launch.count > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
+        if launch.local_count > torch.cuda.device_count():
+            raise UserError(
+                f"{launch.local_count} processes were started on a machine with {torch.cuda.device_count()} GPU(s), "
+                f"and each needs one of its own. Use torchrun --nproc-per-node {torch.cuda.device_count()}."
+            )
+        return torch.device("cuda", launch.local_rank)
+    if launch.local_count > 1 and name.startswith("cuda:"):
+        raise UserError(
+            f"{launch.local_count} processes cannot share --device {name}. Use cuda, and each gets its own."
+        )
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -86,31 +102,54 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _check_sizes(experiment: Experiment, train: ImageSource) -> None:
-    images = len(train)
+def _check_sizes(experiment: Experiment, images_of_each_process: list[int]) -> None:
+    processes, images = len(images_of_each_process), images_of_each_process[0]
+    if images != min(images_of_each_process) or images != max(images_of_each_process):
+        raise UserError(
+            f"{experiment.data} has {min(images_of_each_process)} images for one of the processes and "
+            f"{max(images_of_each_process)} for another. All must see the same images."
+        )
     if experiment.batch_size > images:
         raise UserError(
             f"A batch of {experiment.batch_size} is larger than the data set of {images} images. "
             f"Use --batch-size {max(2, images // 4)} or less, or more images."
         )
 
+    groups = experiment.encoder.groups
+    if groups > 1 and groups % processes:
+        raise UserError(
+            f"{groups} groups of batch statistics cannot be shared out among {processes} processes. Use "
+            f"--encoder.groups {-(-groups // processes) * processes}, or another number of processes."
+        )
+    last = images % experiment.batch_size
+    smallest = last if last >= 2 * groups else experiment.batch_size  # a shorter one is left out
+    if smallest < processes:
+        raise UserError(
+            f"A batch of {smallest} images{', the last of an epoch,' if smallest == last else ''} cannot be shared out "
+            f"among {processes} processes. Use another --batch-size, or fewer processes."
+        )
 
-def choose_workers(asked: int) -> int:
-    """Processes that prepare images; on the machine's own advice, one core is left for the training loop."""
+
+def choose_workers(asked: int, local_processes: int = 1) -> int:
+    """Processes that prepare images; on the machine's own advice, one core is left for each training loop."""
     if asked >= 0:
         return asked
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(16, cores - 1)
+    return min(16, max(0, cores // local_processes - 1))
 
 
 class Run:
     """The loop: steps, measurements, records and checkpoints."""
 
-    def __init__(self, experiment: Experiment, splits: DataSplits, device: torch.device, folder: Path) -> None:
+    def __init__(
+        self, experiment: Experiment, splits: DataSplits, device: torch.device, folder: Path, processes: Processes
+    ) -> None:
         self.experiment = experiment
+        self.processes = processes
         self.folder = folder
         self.train = splits.train
-        workers = choose_workers(experiment.workers)
+        workers = choose_workers(experiment.workers, processes.launch.local_count)
+        groups = experiment.encoder.groups
         self.loader = ViewLoader(
             splits.train,
             experiment.views,
@@ -118,17 +157,21 @@ class Run:
             batch_size=experiment.batch_size,
             seed=experiment.seed,
             workers=workers,
+            smallest=2 * groups,
+            share=lambda images: processes.share(images, groups).rows,
         )
         self._lost_workers = 0  # of which the user knows
         self.steps_per_epoch = self.loader.batches_per_epoch
         steps = experiment.epochs * self.steps_per_epoch
-        self.trainer = Trainer(experiment, len(splits.train), steps, device)
+        self.trainer = Trainer(experiment, len(splits.train), steps, device, processes)
         self.checkpoints = CheckpointWriter(folder)
         self._restore()
         self.monitor = Monitor(experiment, splits, device, workers)
-        self.records = Records(folder, self.trainer.step)
+        self.records = Records(folder, self.trainer.step) if processes.is_first else Unwritten()
         self.advisor = Advisor(experiment, any(isinstance(m, _BatchNorm) for m in self.trainer.mechanism.modules()))
-        self.display: Display = choose_display(experiment.epochs, steps, self.trainer.step)
+        self.display: Display = (
+            choose_display(experiment.epochs, steps, self.trainer.step) if processes.is_first else Quiet()
+        )
         self._introduce(splits, device)
 
     def execute(self) -> None:
@@ -139,42 +182,53 @@ class Run:
                     self._measure(0)
                 while self.trainer.step < self.trainer.steps:
                     self._epoch(self.trainer.step // self.steps_per_epoch, requested)
-            self.checkpoints.finish()
-            save_backbone(self.folder / BACKBONE, self.trainer.mechanism.encoder.backbone, self.experiment)
+            self.processes.first(self._finish)
         finally:
             self.checkpoints.close()
             self.records.close()
             self.display.close()
+
+    def _finish(self) -> None:
+        self.checkpoints.finish()
+        save_backbone(self.folder / BACKBONE, self.trainer.mechanism.encoder.backbone, self.experiment)
 
     def _epoch(self, number: int, stop_requested: list[int]) -> None:
         """Train epoch `number`, counted from 0, or what is left of it."""
         interval = Interval()
         checkpoint_due = time.monotonic() + 60 * self.experiment.monitoring.checkpoint_minutes
         batches = self.loader.epoch(number, first_batch=self.trainer.step % self.steps_per_epoch)
-        for batch in interval.waiting_for(batches):
+        for batch in interval.waiting_for(self.processes.batches(batches)):
             self._note_bad(batch)
             learning_rate = self.trainer.learning_rate()
-            interval.add(self.trainer.train_step(batch), batch.indices)
+            interval.add(self.trainer.train_step(batch), batch)
             step = self.trainer.step
             epoch_done = step % self.steps_per_epoch == 0
-            stop = bool(stop_requested)
-            save = epoch_done or stop or time.monotonic() > checkpoint_due
+            # A signal may reach any of the processes, and the first one's clock counts: all do the same after a step.
+            stop, due = self.processes.largest(
+                stop_requested[0] if stop_requested else 0,
+                self.processes.is_first and time.monotonic() > checkpoint_due,
+            )
+            save = epoch_done or stop or due
             if step % self.experiment.monitoring.log_every == 0 or save:  # before saving, so that no NaN is ever saved
                 self._log(interval, learning_rate)
+            if save:
+                self.trainer.settle()
             if epoch_done:
                 self._measure(number + 1)
             if save:
-                self.checkpoints.write(self.trainer.state(), step)
+                self.processes.first(lambda: self.checkpoints.write(self.trainer.state(), self.trainer.step))
                 checkpoint_due = time.monotonic() + 60 * self.experiment.monitoring.checkpoint_minutes
             if stop:
-                self.checkpoints.finish()
-                raise Stopped(self.folder, step, stop_requested[0])
+                self.processes.first(self.checkpoints.finish)
+                raise Stopped(self.folder, step, stop)
 
     def _log(self, interval: Interval, learning_rate: float) -> None:
         step = self.trainer.step
+        interval.measured = [*self.processes.mean(torch.stack(interval.measured))]  # of the whole batches, [5] each
         diverged = interval.first_not_finite()
         if diverged is not None:
-            self._give_up(step - interval.steps + diverged + 1, interval.images_of(diverged))
+            images = self.processes.joined(interval.images_of(diverged))
+            self.processes.first(lambda: self._give_up(step - interval.steps + diverged + 1, images))
         values = interval.averages() | {"learning_rate": learning_rate}
         if self.loader.lost_workers > self._lost_workers:
             self._lost_workers = self.loader.lost_workers
@@ -188,7 +242,7 @@ class Run:
         if epochs_done % every and epochs_done != self.experiment.epochs:
             self.display.epoch(epochs_done, {})
             return
-        values = self.monitor.measure(self.trainer.mechanism.encoder)
+        values = self.processes.first(lambda: self.monitor.measure(self.trainer.mechanism.encoder))
         self._record("epoch", values)
         self.display.epoch(epochs_done, values)
         if epochs_done:
@@ -203,10 +257,15 @@ class Run:
         self.records.write(kind, self.trainer.step, self.trainer.step / self.steps_per_epoch, values)
 
     def _note_bad(self, batch: Batch) -> None:
-        if not batch.bad or not self.records.note_bad(batch.bad, self.train):
+        if batch.bad:
+            self.trainer.settle()
+            self.processes.first(lambda: self._write_down(batch.bad))
+
+    def _write_down(self, bad: list[tuple[int, str]]) -> None:
+        if not self.records.note_bad(bad, self.train):
             return
         count, images = len(self.records.bad), len(self.train)
-        index, reason = batch.bad[-1]
+        index, reason = bad[-1]
         if count > BAD_SHARE * images:
             self.checkpoints.write(self.trainer.state(), self.trainer.step)
             self.checkpoints.finish()
@@ -222,15 +281,18 @@ class Run:
 
     def _restore(self) -> None:
         """Go on from the last checkpoint, if the folder has one."""
+        state = self.processes.first(self._read_state)
+        if state is not None:
+            self.trainer.restore(state)
+
+    def _read_state(self) -> dict[str, Any] | None:
         state = newest_sound_checkpoint(self.folder, print)
-        if state is None:
-            return
-        if state["images"] != len(self.train):
+        if state is not None and state["images"] != len(self.train):
             raise UserError(
                 f"The run in {self.folder} was trained on {state['images']:,} images, and {self.experiment.data} has "
                 f"{len(self.train):,}. Resume with the data it was started with."
             )
-        self.trainer.restore(state)
+        return state
 
     def _give_up(self, step: int, images: list[int]) -> NoReturn:
         """The loss is not a number any more: say when, on which images, and what to try."""
@@ -251,6 +313,8 @@ class Run:
     def _introduce(self, splits: DataSplits, device: torch.device) -> None:
         experiment, trainer = self.experiment, self.trainer
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+        if self.processes.count > 1:
+            name = f"{self.processes.count} processes with {name} each"
         self.display.say(
             f"{experiment.recipe}: {splits.description}; {experiment.encoder.backbone}, {experiment.epochs} epochs of "
             f"{self.steps_per_epoch:,} steps, batch {experiment.batch_size}, on {name}. Writing to {self.folder}."
@@ -275,7 +339,8 @@ class Interval:
         self.started = time.perf_counter()
         self.waited = 0.0
         self.measured: list[Tensor] = []  # of each step what `MEASURED` names, [5]
-        self.images: list[Tensor] = []  # of each step the images, [B]
+        self.batches: list[Tensor] = []  # of each step this process's images, [b]
+        self.images = 0  # of all processes
 
     @property
     def steps(self) -> int:
@@ -291,10 +356,11 @@ class Interval:
                 return
             yield batch
 
-    def add(self, measured: Tensor, images: Tensor) -> None:
+    def add(self, measured: Tensor, batch: Batch) -> None:
         """Count one step."""
         self.measured.append(measured)
-        self.images.append(images)
+        self.batches.append(batch.indices)
+        self.images += batch.total
 
     def first_not_finite(self) -> int | None:
         """Which step of the interval, counted from 0, was the first whose loss is no finite number."""
@@ -302,15 +368,14 @@ class Interval:
         return None if all(finite) else finite.index(False)
 
     def images_of(self, step: int) -> list[int]:
-        """The images of a step of the interval."""
-        return self.images[step].tolist()
+        """This process's images in a step of the interval."""
+        return self.batches[step].tolist()
 
     def averages(self) -> dict[str, float]:
         """What is written to the log; then counting starts anew."""
         values = dict(zip(MEASURED, torch.stack(self.measured).mean(dim=0).tolist(), strict=True))
         elapsed = time.perf_counter() - self.started
-        images = sum(len(one) for one in self.images)
-        values |= {"images_per_second": images / elapsed, "waiting": self.waited / elapsed}
+        values |= {"images_per_second": self.images / elapsed, "waiting": self.waited / elapsed}
         self._start()
         return values
 

@@ -81,6 +81,22 @@ class Lines:
         pass
 
 
+class Quiet:
+    """For the other ones of many processes."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def interval(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def epoch(self, number: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def epoch_line(number: int, epochs: int, values: Mapping[str, float]) -> str:
     """An epoch in one line."""
     parts = [f"epoch {number}/{epochs}"]

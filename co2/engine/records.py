@@ -127,6 +127,19 @@ class Records:
         return self._events
 
 
+class Unwritten(Records):
+    """Of several processes that train together, what those have that do not write."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, kind: str, step: int, epoch: float, values: Mapping[str, float | str]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def _drop_after(path: Path, step: int) -> None:
     """Forget lines about steps that the checkpoint does not know: they will be run, and written, again."""
     if not path.is_file():

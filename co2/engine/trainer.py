@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from co2.config import Experiment
+from co2.engine.distributed import ALONE, Processes
 from co2.engine.mechanisms import build_mechanism
 from co2.engine.optimisers import build_optimiser
 from co2.engine.schedule import learning_rate
@@ -22,14 +23,19 @@ MEASURED = ("loss", "instance", "consistency", "top1", "top5")
 class Trainer:
     """Everything that changes during a run."""
 
-    def __init__(self, experiment: Experiment, images: int, steps: int, device: torch.device) -> None:
+    def __init__(
+        self, experiment: Experiment, images: int, steps: int, device: torch.device, processes: Processes = ALONE
+    ) -> None:
         self.experiment = experiment
         self.steps = steps
         self.device = device
+        self.processes = processes
         on_gpu = device.type == "cuda"
-        self.mechanism = build_mechanism(experiment, images).to(device)
+        self.mechanism = processes.each(lambda: build_mechanism(experiment, images)).to(device)
         if on_gpu:  # where convolutions want channels last
             self.mechanism.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        processes.divide_statistics(self.mechanism, experiment.encoder.groups)
+        self.compare = processes.data_parallel(self.mechanism)
         self.optimiser = build_optimiser(self.mechanism, experiment.optimisation)
         self.autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu)
         self.step = 0
@@ -41,15 +47,20 @@ class Trainer:
         return learning_rate(self.experiment.optimisation, self.experiment.learning_rate, self.step, self.steps)
 
     def train_step(self, batch: Batch) -> Tensor:
-        """One step of the method. Returns what `MEASURED` names, [5], still on the device."""
+        """One step of the method. Returns what `MEASURED` names, [5], still on the device.
+
+        Of several processes each has b of the B images; the mean of what they return is that of the batch.
+        """
         objective = self.experiment.objective
-        images = batch.indices.to(self.device, non_blocking=True)  # [B]
-        views = self._views(batch.views)  # [V, B, 3, S, S]
+        share = self.processes.share(batch.total, self.experiment.encoder.groups)
+        images = batch.indices.to(self.device, non_blocking=True)  # [b]
+        views = self.mechanism.arrange(batch.views.to(self.device, non_blocking=True), share, self.step)
+        views = self._numbers(views)  # [V, b, 3, S, S]
         for group in self.optimiser.param_groups:
             group["lr"] = self.learning_rate()
 
         with self.autocast:
-            comparison = self.mechanism.compare(views, images, self.step)
+            comparison = self.compare(views, images, share, self.step)
         terms = contrast(
             *comparison[:3],
             exclude=comparison.exclude,
@@ -64,17 +75,21 @@ class Trainer:
         # Without CO2 the consistency term is still measured, as in the paper's training curves, but not trained on.
         loss = instance + objective.alpha * consistency if objective.alpha > 0 else instance
         self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        (loss * share.weight).backward()
         self.optimiser.step()
-        self.mechanism.update(comparison, images)
+        self.mechanism.update(comparison, images, share)
         self.step += 1
 
         top1, top5 = (terms.rank < 1).float().mean(), (terms.rank < 5).float().mean()
-        return torch.stack([loss.detach(), instance.detach(), consistency.detach(), top1, top5])
+        return torch.stack([loss.detach(), instance.detach(), consistency.detach(), top1, top5]) * share.weight
 
-    def _views(self, views: Tensor) -> Tensor:
-        # uint8 travels to the device, a quarter of the bytes, and becomes numbers there.
-        numbers = normalise(views.to(self.device, non_blocking=True), self.experiment.views, torch.float32)
+    def settle(self) -> None:
+        """Make the networks the same in all processes, down to running statistics, before one is looked at."""
+        self.processes.average_statistics(self.mechanism)
+
+    def _numbers(self, views: Tensor) -> Tensor:
+        # uint8 travels to the device, and between processes: a quarter of the bytes of the numbers it becomes here.
+        numbers = normalise(views, self.experiment.views, torch.float32)
         if self.device.type != "cuda":
             return numbers
         return numbers.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, views.shape[:2])

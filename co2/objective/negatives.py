@@ -20,6 +20,7 @@ class Comparison(NamedTuple):
     positive: Tensor  # [B, D]
     negatives: Tensor  # [K, D]
     exclude: Tensor | None  # [B, E] columns of `negatives` that a row must not see
+    fresh: Tensor | None = None  # [N, D] keys of the whole batch, for the queue, where the rows are a part of it
 
 
 class MomentumQueue(nn.Module):
@@ -34,9 +35,9 @@ class MomentumQueue(nn.Module):
         self.register_buffer("rows", random_rows)  # [K, D]; random until real keys have replaced them
         self.register_buffer("written", torch.zeros((), dtype=torch.int64))  # keys ever written
 
-    def compare(self, query: Tensor, key: Tensor) -> Comparison:
+    def compare(self, query: Tensor, key: Tensor, fresh: Tensor | None = None) -> Comparison:
         """Queries [B, D] with their keys [B, D] against the queue."""
-        return Comparison(query, key, self.rows, None)
+        return Comparison(query, key, self.rows, None, fresh)
 
     @torch.no_grad()
     def update(self, keys: Tensor) -> None:
@@ -49,15 +50,17 @@ class MomentumQueue(nn.Module):
         self.written += len(keys)
 
 
-def compare_in_batch(embeddings: Tensor) -> Comparison:
+def compare_in_batch(embeddings: Tensor, images: slice = slice(None)) -> Comparison:
     """All embeddings of a batch against each other (SimCLR).
 
     Args:
         embeddings: [2B, D]; rows 2i and 2i+1 are the two views of image i.
+        images: whose embeddings ask; by default those of all B images.
     """
-    rows = torch.arange(len(embeddings), device=embeddings.device)  # [2B]
+    every_row = torch.arange(len(embeddings), device=embeddings.device)  # [2B]
+    rows = every_row.view(-1, 2)[images].flatten()  # [2b]
     partner = rows ^ 1  # 0↔1, 2↔3, ...
-    return Comparison(embeddings, embeddings[partner], embeddings, torch.stack([rows, partner], dim=1))
+    return Comparison(embeddings[rows], embeddings[partner], embeddings, torch.stack([rows, partner], dim=1))
 
 
 class MemoryBank(nn.Module):

@@ -6,7 +6,8 @@ middle of an epoch change nothing about it. An image that cannot be read never s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +43,8 @@ class Batch:
     """uint8 [V, B, 3, S, S]"""
     bad: list[tuple[int, str]]
     """Index of each image that could not be read, and why."""
+    total: int
+    """Images in the whole batch, where several processes hold a part of it each."""
 
     def pin_memory(self) -> Batch:
         """Called by torch's DataLoader, to copy to a GPU without waiting."""
@@ -52,15 +55,26 @@ class ViewLoader:
     """Augmented views of the images of a source, epoch by epoch, in batches.
 
     An epoch visits every image once, in an order that is a function of (seed, epoch). The last batch of an epoch may
-    be shorter; one that would hold a single image is left out, because batch statistics need two. An image that cannot
-    be read is replaced by the next one in the source that can, so that batches keep their size.
+    be shorter; one with fewer than `smallest` images is left out, because batch statistics need two in each group. An
+    image that cannot be read is replaced by the next one in the source that can, so that batches keep their size.
+
+    Several processes load the same batches together: `share` tells each which rows of a batch of so many are its own.
 
     With `workers` = 0 the views are made in this process. Otherwise the workers live as long as the loader, and serve
     one epoch at a time.
     """
 
     def __init__(
-        self, source: ImageSource, augmentation: Augmentation, *, views: int, batch_size: int, seed: int, workers: int
+        self,
+        source: ImageSource,
+        augmentation: Augmentation,
+        *,
+        views: int,
+        batch_size: int,
+        seed: int,
+        workers: int,
+        smallest: int = 2,
+        share: Callable[[int], slice] = slice,
     ) -> None:
         if batch_size < 2:
             raise UserError(f"A batch of {batch_size} has nothing to contrast: give --batch-size at least 2.")
@@ -72,6 +86,8 @@ class ViewLoader:
         self._length = len(source)
         self._batch_size = batch_size
         self._seed = seed
+        self._smallest = smallest
+        self._share = share
         self._sampler = _BatchesOfAnEpoch()
         self._new_loader = partial(
             _data_loader, _AugmentedViews(source, augmentation, views, seed), self._sampler, workers
@@ -83,18 +99,19 @@ class ViewLoader:
     @property
     def batches_per_epoch(self) -> int:
         whole, rest = divmod(self._length, self._batch_size)
-        return whole + (rest > 1)
+        return whole + (rest >= self._smallest)
 
     def epoch(self, number: int, first_batch: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from number `first_batch` on."""
         order = permutation(self._seed, Stream.EPOCH_ORDER, number, self._length)  # [N]
         self._sampler.epoch = number
+        batches = order.split(self._batch_size)[: self.batches_per_epoch]
         next_batch = first_batch
         while next_batch < self.batches_per_epoch:
-            self._sampler.batches = order.split(self._batch_size)[next_batch : self.batches_per_epoch]
+            self._sampler.batches = tuple(batch[self._share(len(batch))] for batch in batches[next_batch:])
             try:
                 for batch in _checked(self._loader):
-                    yield batch
+                    yield replace(batch, total=len(batches[next_batch]))
                     next_batch += 1
             except WorkerLost:
                 self.lost_workers += 1
@@ -166,7 +183,7 @@ class _AugmentedViews(Dataset[Any]):
                     done = len(indices) - len(held)
                     self._make(epoch, indices[done:], held, views[:, done:])
                     held, bytes_held = [], 0
-        return Batch(torch.tensor(indices), views, list(bad.items()))
+        return Batch(torch.tensor(indices), views, list(bad.items()), len(indices))
 
     def _make(self, epoch: int, indices: list[int], images: list[Tensor], views: Tensor) -> None:
         """Write the views of these images into the first places of `views` [V, B, 3, S, S]."""
@@ -195,7 +212,7 @@ class _PlainViews(Dataset[Any]):
                     continue
                 views[0, len(indices)] = plain_view(image, self.size)
                 indices.append(index)
-        return Batch(torch.tensor(indices, dtype=torch.int64), views[:, : len(indices)], bad)
+        return Batch(torch.tensor(indices, dtype=torch.int64), views[:, : len(indices)], bad, len(indices))
 
 
 def _readable(source: ImageSource, index: int, bad: dict[int, str]) -> tuple[int, Tensor]:
@@ -232,9 +249,16 @@ def _data_loader(dataset: Dataset[Any], sampler: _BatchesOfAnEpoch, workers: int
         batch_sampler=sampler,
         num_workers=workers,
         collate_fn=_as_it_is,
+        worker_init_fn=_leave_signals_to_the_run,
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
     )
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    # Ctrl-C, and a launcher's SIGTERM, reach a run's workers too. The run finishes its step, for which it needs them.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_it_is(batch: Any) -> Any:  # by name, because a worker that is not forked cannot be sent a lambda

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from co2 import recipes
+from co2.engine.distributed import ALONE
 from co2.engine.mechanisms import EndToEnd, MemoryBankContrast, MomentumContrast, build_mechanism
 
 B, S = 12, 16
@@ -12,6 +13,11 @@ def views(count, seed=0):
 
 
 IMAGES = torch.arange(B)
+SHARE = ALONE.share(B, groups=1)
+
+
+def compare(mechanism, loaded, step=0):
+    return mechanism.compare(mechanism.arrange(loaded, SHARE, step), IMAGES, SHARE, step)
 
 
 def test_each_recipe_gets_its_mechanism(tiny):
@@ -33,7 +39,7 @@ def test_the_same_seed_gives_the_same_start_and_leaves_the_global_generator_alon
 
 def test_momentum_contrast_takes_keys_from_the_key_encoder_without_gradient(tiny):
     mechanism = build_mechanism(tiny(), 40)
-    comparison = mechanism.compare(views(2), IMAGES, step=0)
+    comparison = compare(mechanism, views(2))
     assert comparison.query.requires_grad
     assert not comparison.positive.requires_grad
     assert comparison.negatives is mechanism.queue.rows
@@ -44,46 +50,46 @@ def test_keys_are_shuffled_across_groups_and_come_back_in_order(tiny):
     mechanism = build_mechanism(tiny(), 40)
     # In evaluation mode companions do not matter, so shuffled keys must equal unshuffled ones, row for row.
     mechanism.eval()
-    shuffled = mechanism.compare(views(2), IMAGES, step=3).positive
+    shuffled = compare(mechanism, views(2), step=3).positive
     mechanism.shuffle = False
-    torch.testing.assert_close(mechanism.compare(views(2), IMAGES, step=3).positive, shuffled)
+    torch.testing.assert_close(compare(mechanism, views(2), step=3).positive, shuffled)
     # In training mode they do, so keys with other companions differ; another step shuffles otherwise.
     mechanism.train()
-    plain = mechanism.compare(views(2), IMAGES, step=3).positive
+    plain = compare(mechanism, views(2), step=3).positive
     mechanism.shuffle = True
-    first, second = (mechanism.compare(views(2), IMAGES, step=step).positive for step in (3, 4))
+    first, second = (compare(mechanism, views(2), step=step).positive for step in (3, 4))
     assert not torch.allclose(plain, first, atol=1e-4)
     assert not torch.allclose(first, second, atol=1e-4)
 
 
 def test_the_symmetric_loss_lets_both_views_be_query_and_key(tiny):
     mechanism = build_mechanism(tiny(negatives={"symmetric": True}), 40).eval()
-    both = mechanism.compare(views(2), IMAGES, step=0)
+    both = compare(mechanism, views(2))
     assert both.query.shape == both.positive.shape == (2 * B, 16)
     mechanism.symmetric = False
-    torch.testing.assert_close(mechanism.compare(views(2), IMAGES, step=0).query, both.query[:B])
-    swapped = mechanism.compare(views(2).flip(0), IMAGES, step=0)
+    torch.testing.assert_close(compare(mechanism, views(2)).query, both.query[:B])
+    swapped = compare(mechanism, views(2).flip(0))
     torch.testing.assert_close(swapped.query, both.query[B:])
     torch.testing.assert_close(swapped.positive, both.positive[B:])
-    mechanism.update(both, IMAGES)
+    mechanism.update(both, IMAGES, SHARE)
     assert mechanism.queue.written == 2 * B
 
 
 def test_update_moves_the_key_encoder_and_the_queue(tiny):
     mechanism = build_mechanism(tiny(negatives={"momentum": 0.75}), 40)
-    comparison = mechanism.compare(views(2), IMAGES, step=0)
+    comparison = compare(mechanism, views(2))
     with torch.no_grad():
-        mechanism.encoder.head[0].weight.add_(1.0)
-    before = mechanism.key_encoder.encoder.head[0].weight.clone()
-    mechanism.update(comparison, IMAGES)
-    torch.testing.assert_close(mechanism.key_encoder.encoder.head[0].weight, before + 0.25)
+        mechanism.encoder.head.weight.add_(1.0)
+    before = mechanism.key_encoder.encoder.head.weight.clone()
+    mechanism.update(comparison, IMAGES, SHARE)
+    torch.testing.assert_close(mechanism.key_encoder.encoder.head.weight, before + 0.25)
     torch.testing.assert_close(mechanism.queue.rows[:B], comparison.positive)
 
 
 def test_end_to_end_puts_the_two_views_of_an_image_side_by_side(tiny):
     mechanism = build_mechanism(tiny("simclr-small"), 40).eval()
     both = views(2)
-    comparison = mechanism.compare(both, IMAGES, step=0)
+    comparison = compare(mechanism, both)
     torch.testing.assert_close(comparison.query[0::2], mechanism.encoder(both[0]))
     torch.testing.assert_close(comparison.positive[0::2], mechanism.encoder(both[1]))
     assert comparison.negatives.requires_grad
@@ -92,13 +98,13 @@ def test_end_to_end_puts_the_two_views_of_an_image_side_by_side(tiny):
 def test_a_memory_bank_needs_one_view_and_follows_it(tiny):
     mechanism = build_mechanism(tiny("insdisc-small", negatives={"size": 10}), 40)
     assert mechanism.views_per_image == 1
-    comparison = mechanism.compare(views(1), IMAGES, step=0)
+    comparison = compare(mechanism, views(1))
     assert len(comparison.negatives) == 10
     assert torch.equal(comparison.positive, mechanism.bank.rows[IMAGES])
-    another = mechanism.compare(views(1), IMAGES, step=1)
+    another = compare(mechanism, views(1), step=1)
     assert not torch.equal(comparison.negatives, another.negatives)
     before = mechanism.bank.rows.clone()
-    mechanism.update(comparison, IMAGES)
+    mechanism.update(comparison, IMAGES, SHARE)
     changed = (mechanism.bank.rows != before).any(dim=1).nonzero().flatten()
     assert changed.tolist() == IMAGES.tolist()
 
