@@ -670,10 +670,11 @@ def backward_tiles(full: bool, target: bool, device: torch.device) -> Tiles:
 
 @functools.cache
 def _roomy(device: torch.device) -> bool:
-    """Whether a program may hold 160 KiB of shared memory, as on A100 and H100 but not on GeForce cards."""
+    """Whether a program may hold 160 KiB of shared memory, as on A100, H100 and B200 but not on GeForce cards."""
     if device.type != "cuda":
         return True
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major in (9, 10) or (properties.major, properties.minor) == (8, 0)
 
 
 # TRITON_INTERPRET=1, set before Triton is imported, runs the kernels on the CPU: slowly, and good for tests.
