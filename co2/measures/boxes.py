@@ -1,0 +1,188 @@
+"""Average precision of detected boxes, by VOC's own rules and by COCO's.
+
+VOC (Everingham et al. 2010, section 4.4, and its development kit): the detections of a class are visited from the most
+confident to the least. Each looks at the object of its class that it overlaps most. If the overlap reaches the
+threshold, it is right when that object has not been found before and wrong when it has; if the object is difficult, the
+detection counts neither way. Difficult objects need not be found. A class without any object to find has no average
+precision (NaN) and is left out of means.
+
+COCO's rules differ in which object a detection may take, and in how the area is summed up: see `coco_precision`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from co2.errors import UserError
+
+THRESHOLDS = tuple(threshold / 100 for threshold in range(50, 100, 5))
+"""0.50, 0.55, ..., 0.95: the overlaps that AP is the mean over."""
+Interpolation = Literal["11-point", "area"]
+"""How a curve becomes a number. VOC took the mean of precision at 11 recalls until 2009, and the area since 2010."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a detector says about one image."""
+
+    boxes: np.ndarray  # [D, 4]: left, top, right, bottom; right and bottom exclusive
+    labels: np.ndarray  # [D] int
+    scores: np.ndarray  # [D]: higher is surer
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What there is in one image."""
+
+    boxes: np.ndarray  # [M, 4]
+    labels: np.ndarray  # [M] int
+    difficult: np.ndarray  # [M] bool
+
+
+@dataclass(frozen=True)
+class BoxPrecision:
+    """Average precisions between 0 and 1; NaN for classes that have no object to find."""
+
+    per_class: np.ndarray  # [10, classes]: at each of THRESHOLDS
+    ap: float
+    """Mean over classes and over THRESHOLDS."""
+    ap50: float
+    ap75: float
+
+
+def overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Area of the intersection over that of the union, for each pair of boxes [N, 4] and [M, 4]: float64 [N, M].
+
+    Edges are real numbers, so that (0, 0, 10, 10) has an area of 100. It is what VOC computes from whole pixels, whose
+    last one is included.
+    """
+    first, second = first.astype(np.float64), second.astype(np.float64)
+    upper_left = np.maximum(first[:, None, :2], second[None, :, :2])  # [N, M, 2]
+    lower_right = np.minimum(first[:, None, 2:], second[None, :, 2:])  # [N, M, 2]
+    shared = (lower_right - upper_left).clip(min=0).prod(axis=2)  # [N, M]
+    areas = [(boxes[:, 2:] - boxes[:, :2]).prod(axis=1) for boxes in (first, second)]
+    union = areas[0][:, None] + areas[1] - shared
+    return np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
+
+
+def voc_precision(
+    found: Sequence[Found], truth: Sequence[Truth], classes: int, interpolation: Interpolation = "area"
+) -> BoxPrecision:
+    """AP, AP50 and AP75 of the detections in each image, against what there is in it."""
+    if len(found) != len(truth):
+        raise ValueError(f"There are detections for {len(found)} images and the truth about {len(truth)}.")
+    per_class = np.stack(
+        [_class_precision(found, truth, label, interpolation) for label in range(classes)], axis=1
+    )  # [10, classes]
+    if np.isnan(per_class).all():
+        raise UserError("No image has an object that counts, so that nothing can be found. Are all of them difficult?")
+    at = dict(zip(THRESHOLDS, np.nanmean(per_class, axis=1), strict=True))
+    return BoxPrecision(per_class, float(np.nanmean(per_class)), float(at[0.5]), float(at[0.75]))
+
+
+def _class_precision(
+    found: Sequence[Found], truth: Sequence[Truth], label: int, interpolation: Interpolation
+) -> np.ndarray:
+    """The average precision of one class at each threshold: [10]."""
+    scores, best_overlaps, best_objects = [], [], []  # of all detections, image by image
+    difficult: list[np.ndarray] = []  # of all objects, image by image
+    objects = 0
+    for in_image, there in zip(found, truth, strict=True):
+        of_class = in_image.labels == label
+        wanted = there.labels == label
+        overlap = overlaps(in_image.boxes[of_class], there.boxes[wanted])  # [d, m]
+        scores.append(in_image.scores[of_class])
+        if wanted.any():
+            best_overlaps.append(overlap.max(axis=1))
+            best_objects.append(overlap.argmax(axis=1) + objects)
+        else:
+            best_overlaps.append(np.full(len(overlap), -1.0))
+            best_objects.append(np.full(len(overlap), -1))
+        difficult.append(there.difficult[wanted])
+        objects += int(wanted.sum())
+    hard = np.concatenate(difficult)  # [objects] bool
+    to_find = int((~hard).sum())
+    if to_find == 0:
+        return np.full(len(THRESHOLDS), np.nan)
+    order = np.argsort(-np.concatenate(scores), kind="stable")
+    overlap = np.concatenate(best_overlaps)[order]  # [D]
+    objects_met = np.concatenate(best_objects)[order]  # [D]
+    precisions = []
+    for threshold in THRESHOLDS:
+        hit = overlap >= threshold  # [D]
+        ignored = hit & hard[np.where(hit, objects_met, 0)]
+        # The first hit on an object finds it; every later one is a mistake.
+        _, first = np.unique(np.where(hit, objects_met, -1), return_index=True)
+        right = np.zeros(len(hit), dtype=bool)
+        right[first] = True
+        right &= hit & ~ignored
+        counted = ~ignored
+        precisions.append(average_precision(right[counted], to_find, interpolation))
+    return np.array(precisions)
+
+
+def average_precision(right: np.ndarray, to_find: int, interpolation: Interpolation = "area") -> float:
+    """From detections in the order of their scores, bool [D], to one number; `to_find` is how many would be right."""
+    hits = np.cumsum(right)  # [D]
+    recall = hits / to_find
+    precision = hits / np.arange(1, len(right) + 1)
+    at_least = np.maximum.accumulate(precision[::-1])[::-1]  # [D]: the best precision at this recall or a higher one
+    if interpolation == "11-point":
+        # A recall of 0.3 must be reached by 3 of 10, whatever 3 / 10 is in floating point: compare whole numbers.
+        reached = [np.searchsorted(hits * 10, tenth * to_find) for tenth in range(11)]
+        return float(np.mean([at_least[place] if place < len(right) else 0.0 for place in reached]))
+    steps = np.diff(recall, prepend=0.0)
+    return float((steps * at_least).sum())
+
+
+def coco_precision(found: Sequence[Found], truth: Sequence[Truth], classes: int) -> dict[str, float]:
+    """AP, AP50 and AP75 by COCO's own program, as a cross-check. Needs pycocotools.
+
+    There a detection takes the best object that is still free, at most 100 detections of an image count, precision is
+    taken at 101 recalls, and difficult objects are "crowds": detections that lie inside one count neither way.
+    """
+    try:
+        from pycocotools.coco import COCO  # type: ignore[import-untyped]
+        from pycocotools.cocoeval import COCOeval  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise UserError(
+            "COCO's average precision needs pycocotools, which is not installed. Install it with: "
+            "pip install pycocotools"
+        ) from error
+
+    objects: list[dict[str, Any]] = []
+    detections: list[dict[str, Any]] = []
+    for image, (in_image, there) in enumerate(zip(found, truth, strict=True), start=1):
+        for box, label, difficult in zip(there.boxes, there.labels, there.difficult, strict=True):
+            objects.append(_coco_entry(len(objects) + 1, image, box, label) | {"iscrowd": int(difficult)})
+        for box, label, score in zip(in_image.boxes, in_image.labels, in_image.scores, strict=True):
+            detections.append(_coco_entry(len(detections) + 1, image, box, label) | {"score": float(score)})
+    indexed = []
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it is about to do
+        for entries in (objects, detections):
+            coco = COCO()
+            coco.dataset = {
+                "images": [{"id": image} for image in range(1, len(found) + 1)],
+                "categories": [{"id": label + 1} for label in range(classes)],
+                "annotations": entries,
+            }
+            coco.createIndex()
+            indexed.append(coco)
+        evaluation = COCOeval(*indexed, "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return {name: float(number) for name, number in zip(("AP", "AP50", "AP75"), evaluation.stats, strict=False)}
+
+
+def _coco_entry(number: int, image: int, box: np.ndarray, label: int) -> dict[str, Any]:
+    left, top, right, bottom = map(float, box)
+    width, height = right - left, bottom - top
+    place = {"bbox": [left, top, width, height], "area": width * height}
+    return {"id": number, "image_id": image, "category_id": int(label) + 1, "iscrowd": 0, **place}
