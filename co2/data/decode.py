@@ -32,6 +32,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif",
 # without any compression, with transparency, just fits the second limit.
 MOST_PIXELS = 128_000_000
 MOST_BYTES = 512 * 2**20
+MOST_SCANS = 100  # each scan of a progressive JPEG is a pass over all pixels; programs write about ten
 TOO_LARGE = f"larger than {MOST_BYTES // 2**20} MiB"
 
 # EXIF tag 0x0112 says how the camera was held; each value is undone by one transposition.
@@ -106,9 +107,13 @@ def _decode(file: BinaryIO) -> torch.Tensor:
             with Image.open(file, formats=FORMATS) as image:
                 if image.width * image.height > MOST_PIXELS:
                     raise Image.DecompressionBombError
+                if "progressive" in image.info and _scans(file) > MOST_SCANS:
+                    raise BadImage(f"more than {MOST_SCANS} scans")
                 image.load()
                 rgb = _rgb(_upright(image))
                 pixels = np.array(rgb)  # [H, W, 3] uint8
+    except BadImage:
+        raise
     except UnidentifiedImageError:
         raise BadImage("not an image, or damaged at its beginning") from None
     except Image.DecompressionBombError:  # Pillow has a limit of its own, further up
@@ -120,6 +125,12 @@ def _decode(file: BinaryIO) -> torch.Tensor:
             raise BadImage("truncated file") from None
         raise BadImage(f"damaged file ({in_words(error)})") from None
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+def _scans(file: BinaryIO) -> int:
+    """How many scans a JPEG begins: this mark can stand nowhere else but in what other programs left in its header."""
+    file.seek(0)
+    return file.read().count(b"\xff\xda")
 
 
 def _upright(image: Image.Image) -> Image.Image:
