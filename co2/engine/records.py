@@ -59,7 +59,9 @@ def claim_folder(run: Path, experiment: Experiment) -> Iterator[None]:
 
 def _take(lock: TextIO, run: Path) -> None:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it when the process ends, however
+        # The system lets go of it when the process ends, however that happens. Not flock: the workers of a loader would
+        # inherit it, and hold on to it for seconds after their parent was killed.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.seek(0)
         owner = lock.read().strip() or "unknown"

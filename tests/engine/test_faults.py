@@ -373,6 +373,26 @@ def test_two_runs_cannot_write_to_one_folder(tiny, tmp_path):
     pretrain(tiny(resume=True), out=tmp_path / "run")  # and the lock is gone with its owner
 
 
+def test_a_killed_run_leaves_no_lock_behind_while_its_workers_still_live(tiny, tmp_path):
+    started = forked.Event()
+
+    def announce():
+        original = trainer.Trainer.train_step
+
+        def train_step(self, batch):
+            started.set()
+            return original(self, batch)
+
+        trainer.Trainer.train_step = train_step
+
+    process = start(tiny(workers=2, epochs=4), tmp_path / "run", announce)
+    assert started.wait(60)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    pretrain(tiny(epochs=4, resume="auto"), out=tmp_path / "run")
+
+
 def test_other_errors_of_the_system_are_not_called_a_full_disk(tiny, tmp_path, monkeypatch):
     def fail(self, state, step):
         raise OSError(errno.EIO, "Input/output error")
