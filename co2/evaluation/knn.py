@@ -2,52 +2,121 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
 
+import numpy as np
 import torch
-from torch import Tensor, nn
 
 from co2.data.open import DataSplits
 from co2.data.source import ImageSource
-from co2.encoders.features import extract
 from co2.errors import UserError
-from co2.measures.knn import KnnResult, knn_accuracy
-from co2.views.loader import plain_batches
-from co2.views.specification import Augmentation
-from co2.views.transform import normalise
+from co2.evaluation.features import Embedding as Embedding
+from co2.evaluation.features import embed as embed
+from co2.evaluation.labels import LAYOUT, check_classes
+from co2.evaluation.progress import SILENT, Progress
+from co2.evaluation.protocol import Evaluation
+from co2.evaluation.specification import KNN_PAPER as PAPER
+from co2.evaluation.specification import KNN_QUICK as QUICK
+from co2.evaluation.specification import KnnSettings
+from co2.evaluation.subject import Subject
+from co2.measures.knn import knn_accuracies, neighbour_count
+
+__all__ = ["PAPER", "QUICK", "Embedding", "KnnSettings", "embed", "evaluate", "spread"]
+
+_SEARCH_IMAGES = 10_000  # of the bank that ask all the others, to find the best k
 
 
-class Embedding(NamedTuple):
-    """Images as a backbone sees them."""
+def evaluate(
+    subject: Subject,
+    data: DataSplits,
+    settings: KnnSettings = QUICK,
+    *,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    workers: int = 0,
+    progress: Progress = SILENT,
+) -> Evaluation:
+    """Top-1 and top-5 accuracy of the held-out images, or of each image among all others where none are held out.
 
-    features: Tensor  # [N, F]
-    images: Tensor  # [N] indices into the source; images that cannot be read are missing
-    labels: Tensor | None  # [N]
-
-
-def embed(
-    backbone: nn.Module, source: ImageSource, views: Augmentation, *, device: str = "cpu", workers: int = 0
-) -> Embedding:
-    """Pooled features of every image, resized and cut as `views` says but not augmented."""
-    batches = plain_batches(source, views.size, batch_size=256, workers=workers)
-    features, images = extract(backbone.to(device), batches, lambda pixels: normalise(pixels, views), device)
-    labels = None if source.labels is None else torch.from_numpy(source.labels)[images]
-    return Embedding(features, images, labels)
-
-
-def evaluate_knn(
-    backbone: nn.Module, data: DataSplits, views: Augmentation, *, device: str = "cpu", workers: int = 0, k: int = 200
-) -> KnnResult:
-    """Top-1 and top-5 accuracy of the held-out images, or of each image among all others where none are held out."""
-    if data.bank is None:
-        raise UserError(f"kNN needs labels and finds none: {data.description}. Sort images into class sub-folders.")
-    classes = len(data.bank.classes)
-    bank = embed(backbone, data.bank, views, device=device, workers=workers)
+    Nothing is random here: `seed` is only written down. The record says how many neighbours voted.
+    """
+    if data.bank is None or data.bank.labels is None:
+        raise UserError(f"knn needs labels, and there are none in {data.description}. {LAYOUT}")
+    bank_source = spread(data.bank, settings.bank_images)
+    held_out = data.test is not None and data.test.labels is not None
+    query_source = spread(data.test, settings.query_images) if held_out and data.test is not None else bank_source
+    assert bank_source.labels is not None
+    assert query_source.labels is not None
+    check_classes("knn", bank_source.labels, query_source.labels, bank_source.classes)
+    backbone = subject.build()
+    bank = embed(
+        backbone,
+        bank_source,
+        subject.views,
+        device=device,
+        workers=workers,
+        storage=settings.storage,
+        progress=progress,
+    )
+    queries = bank
+    if held_out:
+        queries = embed(backbone, query_source, subject.views, device=device, workers=workers, progress=progress)
     assert bank.labels is not None
-    if data.test is None:
-        return knn_accuracy(
-            bank.features, bank.labels, bank.features, bank.labels, classes=classes, k=k, exclude_self=True
+    assert queries.labels is not None
+    classes = len(bank_source.classes)
+    progress.stage("Neighbours")
+
+    def accuracies_of(rows: torch.Tensor | None, ks: list[int]) -> list[tuple[float, float]]:
+        """Top-1 and top-5 with each k: of the queries, or of these rows of the bank among all others."""
+        assert bank.labels is not None
+        assert queries.labels is not None
+        asked, labels = (queries.features, queries.labels) if rows is None else (bank.features[rows], bank.labels[rows])
+        own = torch.arange(len(bank.features)) if rows is None and not held_out else rows
+        results = knn_accuracies(
+            bank.features,
+            bank.labels,
+            asked.to(device),
+            labels,
+            classes=classes,
+            ks=ks,
+            temperature=settings.temperature,
+            own=own,
         )
-    test = embed(backbone, data.test, views, device=device, workers=workers)
-    assert test.labels is not None
-    return knn_accuracy(bank.features, bank.labels, test.features, test.labels, classes=classes, k=k)
+        return [(100 * result.top1, 100 * result.top5) for result in results]
+
+    details: dict[str, object] = {
+        "bank_images": len(bank.features),
+        "query_images": len(queries.features),
+        "leave_one_out": not held_out,
+    }
+    if settings.best_k:
+        ks = sorted({min(k, len(bank.features) - 1) for k in settings.ks})
+        rows = torch.from_numpy(_evenly(len(bank.features), _SEARCH_IMAGES))
+        within_bank = accuracies_of(rows, ks)
+        best = max(range(len(ks)), key=lambda place: within_bank[place][0])
+        by_k = accuracies_of(None, ks)
+        k, (top1, top5) = ks[best], by_k[best]
+        details["top1_by_k"] = {str(tried): top for tried, (top, _) in zip(ks, by_k, strict=True)}
+        details["top1_within_bank_by_k"] = {str(tried): top for tried, (top, _) in zip(ks, within_bank, strict=True)}
+    else:
+        k = neighbour_count(len(bank.features), classes, settings.k)
+        [(top1, top5)] = accuracies_of(None, [k])
+    details["k"] = k
+    return Evaluation(
+        protocol="knn",
+        subject=subject.name,
+        data=data.train.name,
+        numbers={"top1": top1, "top5": top5},
+        settings=dataclasses.asdict(settings) | {"seed": seed, "view_size": subject.view_size},
+        details=details,
+    )
+
+
+def spread(source: ImageSource, limit: int) -> ImageSource:
+    """At most `limit` images (0: all), evenly spread over the source, so that every class of a sorted one is there."""
+    return source if not limit or len(source) <= limit else source.subset(_evenly(len(source), limit))
+
+
+def _evenly(count: int, limit: int) -> np.ndarray:
+    limit = min(count, limit)
+    return np.arange(limit) * count // limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from co2.checkpoint import write_atomically
+from co2.errors import RunError
 
 
 @dataclass(frozen=True)
@@ -54,3 +56,10 @@ def spread_over_runs(runs: Sequence[Evaluation]) -> dict[str, Spread]:
         )
         for name in runs[0].numbers
     }
+
+
+def finite(losses: Sequence[float], protocol: str) -> list[float]:
+    """The losses of a training, rounded for the record, if it did not diverge."""
+    if not all(map(math.isfinite, losses)):
+        raise RunError(f"{protocol}: the training diverged (the loss is not a number). Give a lower --learning-rate.")
+    return [round(loss, 5) for loss in losses]

@@ -17,7 +17,7 @@ import json
 import pickle
 import re
 import urllib.error
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -135,11 +135,18 @@ def _saved_backbone(path: Path) -> Subject:
         name=str(path),
         backbone=description["backbone"],
         weights=weights,
-        stem=stem,
+        stem=_stem_as_trained(stem, int(description["view_size"])),
         view_size=int(description["view_size"]),
-        mean=tuple(json.loads(description["mean"])),
-        std=tuple(json.loads(description["std"])),
+        mean=_three(json.loads(description["mean"])),
+        std=_three(json.loads(description["std"])),
     )
+
+
+def _stem_as_trained(stem: Stem, view_size: int) -> Stem:
+    """The 'small' stem chooses its stride by the view size: that of the training, whatever is shown later."""
+    if stem != "small":
+        return stem
+    return "small-stride-1" if view_size <= 40 else "small-stride-2"
 
 
 def _pickled(path: Path) -> Subject:
@@ -181,7 +188,7 @@ def _training_checkpoint(path: Path, state: Mapping[str, Any]) -> Subject:
         name=str(path),
         backbone=experiment.encoder.backbone,
         weights=weights,
-        stem=experiment.encoder.stem,
+        stem=_stem_as_trained(experiment.encoder.stem, experiment.views.size),
         view_size=experiment.views.size,
         mean=experiment.views.mean,
         std=experiment.views.std,
@@ -249,8 +256,8 @@ def _published_torchvision(backbone: str, weights: str, view_size: int | None) -
         backbone,
         {key: value for key, value in state.items() if key in wanted},  # without the classifiers
         view_size=size,
-        mean=tuple(transforms.mean),
-        std=tuple(transforms.std),
+        mean=_three(transforms.mean),
+        std=_three(transforms.std),
     )
 
 
@@ -265,6 +272,8 @@ def _published_timm(backbone: str, weights: str, view_size: int | None) -> Subje
     import timm
 
     published = timm.models.get_pretrained_cfg(name)
+    if published is None or not published.has_weights:
+        raise UserError(f"timm publishes no weights for {name}. Without :DEFAULT it is evaluated with random ones.")
     try:
         model = timm.create_model(name, pretrained=True, num_classes=0)
     except Exception as error:  # whatever the hub's client raises: the reason is told
@@ -274,8 +283,8 @@ def _published_timm(backbone: str, weights: str, view_size: int | None) -> Subje
         backbone,
         model.state_dict(),
         view_size=view_size or int(published.input_size[-1]),
-        mean=tuple(published.mean),
-        std=tuple(published.std),
+        mean=_three(published.mean),
+        std=_three(published.std),
     )
 
 
@@ -301,6 +310,11 @@ def _checked(subject: Subject, view_size: int | None) -> Subject:
             + f". {'; '.join(complaints)}. Is this the file of another architecture?"
         )
     return subject
+
+
+def _three(numbers: Sequence[float]) -> tuple[float, float, float]:
+    red, green, blue = numbers
+    return float(red), float(green), float(blue)
 
 
 def _some(keys: Any) -> str:

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from co2.measures.knn import nearest
+
 BLOCK_ELEMENTS = 2**24  # pairs held at a time: 64 MiB in float32
 
 
@@ -61,3 +63,21 @@ def effective_rank(features: Tensor, epsilon: float = 1e-7) -> float:
 def mean_norm(features: Tensor) -> float:
     """Length of the mean of unit features [N, D]: 1 when all point the same way, near 0 when they are spread out."""
     return features.float().mean(dim=0).norm().item()
+
+
+def neighbour_agreement(first: Tensor, second: Tensor, bank: Tensor, k: int = 20) -> float:
+    """Share of the k nearest images of one view that are also among the k nearest of the other: 0 to 1.
+
+    `first` and `second` [N, D] show the images of `bank` [N, D], row by row, in two views; no image is its own
+    neighbour. What the consistency term asks for, counted: that two views agree on which other images are similar.
+    Two views that know nothing of each other agree on k / (N - 1).
+    """
+    if not len(first) == len(second) == len(bank):
+        raise ValueError("Both views and the bank show the same images.")
+    ours, theirs = (nearest(bank, view, k, exclude_self=True) for view in (first, second))  # [N, k] each
+    rows = max(1, BLOCK_ELEMENTS // k**2)
+    common = sum(
+        int((ours[start : start + rows, :, None] == theirs[start : start + rows, None, :]).sum())  # [b, k, k]
+        for start in range(0, len(ours), rows)
+    )
+    return common / ours.numel()

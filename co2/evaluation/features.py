@@ -1,0 +1,113 @@
+"""Pooled features of many images, as fast as the backbone goes, and wherever there is room for them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from co2.data.source import ImageSource
+from co2.encoders.features import extract
+from co2.errors import UserError
+from co2.evaluation.progress import SILENT, Progress
+from co2.views.loader import Batch, plain_batches
+from co2.views.specification import Augmentation
+from co2.views.transform import normalise
+
+BATCH = 256
+SLAB_IMAGES = 2**18  # whose features are on the device at a time (2 GiB for ResNet-50); more move to main memory
+
+
+class Embedding(NamedTuple):
+    """Images as a backbone sees them."""
+
+    features: Tensor  # [N, F] float32, on the device, or in main memory where they are many
+    images: Tensor  # [N] indices into the source; images that cannot be read are missing
+    labels: Tensor | None  # [N]
+
+
+def embed(
+    backbone: nn.Module,
+    source: ImageSource,
+    views: Augmentation,
+    *,
+    device: torch.device | str = "cpu",
+    workers: int = 0,
+    storage: str = "",
+    mirrored: bool = False,
+    progress: Progress = SILENT,
+) -> Embedding:
+    """Pooled features of every image, resized and cut as `views` says but not augmented.
+
+    Args:
+        backbone: returns pooled features; it is moved to the device, and otherwise left as it is.
+        source: the images.
+        views: their size, mean and std.
+        device: where the backbone works.
+        workers: processes that read images.
+        storage: a folder for a file that holds the features, mapped into memory; by default they are in memory.
+        mirrored: show the backbone every image mirrored left to right.
+        progress: told of every batch.
+    """
+    device = torch.device(device)
+    backbone = ready(backbone, device)
+    prepare = preparation(views, device, mirrored)
+    progress.stage("Features", -(-len(source) // BATCH))
+    slabs = max(1, -(-len(source) // SLAB_IMAGES))
+    room: Tensor | None = None
+    done, images = 0, []
+    for start in range(0, len(source), SLAB_IMAGES):
+        part = source if slabs == 1 else source.subset(range(start, min(start + SLAB_IMAGES, len(source))))
+        batches = _told(plain_batches(part, views.size, batch_size=BATCH, workers=workers), progress)
+        features, rows = extract(backbone, batches, prepare, device)  # [n, F] on the device, [n]
+        images.append(rows + start)
+        if slabs > 1 or storage:
+            room = _room(len(source), features.shape[1], storage) if room is None else room
+            room[done : done + len(rows)] = features.cpu()
+            done += len(rows)
+    everything = torch.cat(images)
+    labels = None if source.labels is None else torch.from_numpy(source.labels)[everything]
+    return Embedding(features if room is None else room[:done], everything, labels)
+
+
+def _told(batches: Iterator[Batch], progress: Progress) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        progress.advance()
+
+
+def ready(network: nn.Module, device: torch.device) -> nn.Module:
+    """The network on the device, laid out as the device likes it."""
+    network = network.to(device)
+    if device.type == "cuda":
+        network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return network
+
+
+def preparation(views: Augmentation, device: torch.device, mirrored: bool = False) -> Callable[[Tensor], Tensor]:
+    """How uint8 views [B, 3, S, S] on the device become what a network takes there."""
+
+    def prepare(pixels: Tensor) -> Tensor:
+        if mirrored:
+            pixels = pixels.flip(-1)
+        if device.type != "cuda":
+            return normalise(pixels, views)
+        # Rearranged while it is bytes, and rounded to what the first convolution would round it to anyway.
+        return normalise(pixels.contiguous(memory_format=torch.channels_last), views, torch.bfloat16)
+
+    return prepare
+
+
+def _room(images: int, width: int, storage: str) -> Tensor:
+    """Where features [images, width] go: main memory, or a file without a name in the folder `storage`."""
+    if not storage:
+        return torch.empty(images, width)
+    try:
+        file = tempfile.NamedTemporaryFile(dir=storage, prefix="features-")  # noqa: SIM115 - the mapping outlives it
+    except OSError as error:
+        raise UserError(f"Features cannot be stored in '{storage}': {error.strerror}. Name another folder.") from None
+    with file:
+        return torch.from_file(file.name, shared=True, size=images * width, dtype=torch.float32).view(images, width)

@@ -1,0 +1,137 @@
+"""What can be said of a backbone without any label: for people who have none, to compare runs and checkpoints by.
+
+Every image is shown in two random views (MoCo v2's augmentation, whatever the backbone was trained with, so that all
+are asked the same) and plain. On the pooled features:
+
+alignment            mean squared distance of the two views' unit features: low is good, 0 is also what a collapse has
+uniformity           how evenly unit features fill the sphere: the more negative, the better they are spread
+rankme               how many directions the features use (Garrido et al. 2023): higher is better, 1 is a collapse
+neighbour_agreement  on how many of their k nearest images two views agree, in percent: higher is better
+
+None of them is accuracy. `correlations` says, over the checkpoints of one run with labels, how well each follows kNN
+accuracy there: Spearman's rank correlation, 1 for the same order, -1 for the opposite one (good for alignment and
+uniformity, where low is good), 0 for none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from co2.checkpoint import checkpoints
+from co2.data.open import DataSplits
+from co2.encoders.features import extract
+from co2.errors import UserError
+from co2.evaluation import knn
+from co2.evaluation.features import embed, preparation, ready
+from co2.evaluation.progress import SILENT, Progress
+from co2.evaluation.protocol import Evaluation
+from co2.evaluation.specification import LABEL_FREE_PAPER as PAPER
+from co2.evaluation.specification import LABEL_FREE_QUICK as QUICK
+from co2.evaluation.specification import LabelFreeSettings
+from co2.evaluation.subject import Subject, open_subject
+from co2.measures.label_free import alignment, effective_rank, neighbour_agreement, uniformity
+from co2.measures.ranking import spearman
+from co2.views.loader import ViewLoader
+from co2.views.specification import moco_v2_views
+
+__all__ = ["PAPER", "QUICK", "LabelFreeSettings", "correlations", "evaluate", "evaluate_checkpoints"]
+
+_FEWEST_CHECKPOINTS = 3  # fewer have no order to speak of
+
+
+def evaluate(
+    subject: Subject,
+    data: DataSplits,
+    settings: LabelFreeSettings = QUICK,
+    *,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    workers: int = 0,
+    progress: Progress = SILENT,
+) -> Evaluation:
+    """Alignment, uniformity, RankMe and the agreement of two views on their neighbours. `seed` draws the views."""
+    device = torch.device(device)
+    source = knn.spread(data.train, settings.images)
+    if len(source) < 3:
+        raise UserError(f"label-free compares images with each other, and {data.description} has only {len(source)}.")
+    backbone = ready(subject.build(), device)
+    views = replace(moco_v2_views(subject.view_size), mean=subject.mean, std=subject.std)
+    loader = ViewLoader(
+        source, views, views=2, batch_size=min(256, len(source)), seed=seed, workers=workers, smallest=1
+    )
+    prepare = preparation(views, device)
+    seen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    order: list[torch.Tensor] = []
+    for batch in progress.track(loader.epoch(0), "Two views", loader.batches_per_epoch):
+        order.append(batch.indices)
+        for view, features in enumerate(seen):
+            one = replace(batch, views=batch.views[view : view + 1])
+            features.append(extract(backbone, [one], prepare, device)[0])  # [B, F]
+    plain = embed(backbone, source, subject.views, device=device, workers=workers, progress=progress)
+    # The loader shuffles, and puts a neighbour in the place of an unreadable image: bring all three into one order.
+    place = torch.full((len(source),), -1)
+    place[torch.cat(order)] = torch.arange(len(torch.cat(order)))
+    both = place[plain.images] >= 0
+    rows = place[plain.images[both]].to(device)  # [N]
+    first, second = (torch.cat(features)[rows] for features in seen)  # [N, F] each
+    bank = plain.features[both.to(plain.features.device)].to(device)  # [N, F]
+    unit_first, unit_second = F.normalize(first, dim=1), F.normalize(second, dim=1)
+    k = min(settings.k, len(bank) - 1)
+    return Evaluation(
+        protocol="label-free",
+        subject=subject.name,
+        data=data.train.name,
+        numbers={
+            "alignment": alignment(unit_first, unit_second),
+            "uniformity": uniformity(unit_first),
+            "rankme": effective_rank(first),
+            "neighbour_agreement": 100 * neighbour_agreement(first, second, bank, k),
+        },
+        settings=dataclasses.asdict(settings) | {"seed": seed, "view_size": subject.view_size},
+        details={"images": len(bank), "k": k, "agreement_by_chance": 100 * k / (len(bank) - 1)},
+    )
+
+
+def evaluate_checkpoints(
+    run: str | Path,
+    data: DataSplits,
+    settings: LabelFreeSettings = QUICK,
+    *,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    workers: int = 0,
+    progress: Progress = SILENT,
+) -> list[Evaluation]:
+    """The same for every checkpoint of a run, the oldest first, with `knn_top1` where the data have labels."""
+    found = checkpoints(Path(run))
+    if len(found) < _FEWEST_CHECKPOINTS:
+        raise UserError(
+            f"{run} has {len(found)} checkpoints, and it takes {_FEWEST_CHECKPOINTS} to speak of a correlation. Give a "
+            "run folder that has kept more of them."
+        )
+    evaluations = []
+    for path in found:
+        progress.say(f"{path.name}")
+        subject = open_subject(str(path))
+        one = evaluate(subject, data, settings, device=device, seed=seed, workers=workers, progress=progress)
+        if data.bank is not None:
+            accuracy = knn.evaluate(subject, data, device=device, seed=seed, workers=workers, progress=progress)
+            one = replace(one, numbers=one.numbers | {"knn_top1": accuracy.numbers["top1"]})
+        evaluations.append(one)
+    return evaluations
+
+
+def correlations(evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    """Spearman's rank correlation of every measure with kNN accuracy, over the checkpoints of a run."""
+    accuracy = [one.numbers["knn_top1"] for one in evaluations]
+    return {
+        name: spearman([one.numbers[name] for one in evaluations], accuracy)
+        for name in evaluations[0].numbers
+        if name != "knn_top1"
+    }

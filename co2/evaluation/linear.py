@@ -1,0 +1,173 @@
+"""Linear classification: how much of the classes a single linear layer reads off a frozen backbone.
+
+Two ways to the same number. The paper's trains the layer by SGD on random crops for 100 epochs; every crop passes the
+backbone. The quick one passes every image (and its mirror image) once, and solves a regularised multinomial logistic
+regression on the features to its optimum, which takes seconds. How far apart they are, on data of your own:
+
+    co2 evaluate linear RUN --data PATH --protocol paper
+    co2 evaluate linear RUN --data PATH --protocol quick
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from co2.data.open import DataSplits
+from co2.evaluation.features import embed, preparation, ready
+from co2.evaluation.labels import LabelledSplit, accuracies, balanced_subset, labelled_split
+from co2.evaluation.progress import SILENT, Progress
+from co2.evaluation.protocol import Evaluation, finite
+from co2.evaluation.regression import LogisticRegression, choose_strength, fit
+from co2.evaluation.specification import LINEAR_PAPER as PAPER
+from co2.evaluation.specification import LINEAR_QUICK as QUICK
+from co2.evaluation.specification import LinearSettings
+from co2.evaluation.subject import Subject
+from co2.views.loader import ViewLoader
+
+__all__ = ["PAPER", "QUICK", "LinearSettings", "evaluate"]
+
+
+def evaluate(
+    subject: Subject,
+    data: DataSplits,
+    settings: LinearSettings = QUICK,
+    *,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    workers: int = 0,
+    progress: Progress = SILENT,
+) -> Evaluation:
+    """Top-1 and top-5 accuracy of a linear classifier on the frozen backbone."""
+    device = torch.device(device)
+    split = labelled_split(data, "linear", seed)
+    backbone = ready(subject.build(), device).eval().requires_grad_(False)
+    details: dict[str, Any] = {
+        "train_images": len(split.train),
+        "test_images": len(split.test),
+        "held_out_by_seed": split.divided,
+    }
+    if settings.solver == "sgd":
+        head, more = _by_sgd(backbone, subject, split, settings, device, seed, workers, progress)
+    else:
+        head, more = _by_regression(backbone, subject, split, settings, device, seed, workers, progress)
+    test = embed(backbone, split.test, subject.views, device=device, workers=workers, progress=progress)
+    assert test.labels is not None
+    with torch.no_grad():
+        scores = torch.cat([head(part.to(device)) for part in test.features.split(8192)])  # [M, classes]
+    ranked = scores.topk(min(5, scores.shape[1]), dim=1).indices.cpu().numpy()
+    return Evaluation(
+        protocol="linear",
+        subject=subject.name,
+        data=data.train.name,
+        numbers=accuracies(ranked, test.labels.numpy()),
+        settings=dataclasses.asdict(settings) | {"seed": seed, "view_size": subject.view_size},
+        details=details | more,
+    )
+
+
+def _by_sgd(
+    backbone: nn.Module,
+    subject: Subject,
+    split: LabelledSplit,
+    settings: LinearSettings,
+    device: torch.device,
+    seed: int,
+    workers: int,
+    progress: Progress,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The paper's appendix, "Linear Classification"; the layer starts as in the MoCo authors' main_lincls.py."""
+    head = nn.Linear(subject.width, len(split.classes)).to(device)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        head.weight.copy_(0.01 * torch.randn(head.weight.shape, generator=generator))
+        head.bias.zero_()
+    optimiser = torch.optim.SGD(
+        head.parameters(), settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, list(settings.milestones), settings.decay)
+    views = replace(subject.views, crop_scale=settings.crop_scale, flip_probability=0.5 if settings.flips else 0.0)
+    loader = ViewLoader(
+        split.train,
+        views,
+        views=1,
+        batch_size=min(settings.batch_size, len(split.train)),
+        seed=seed,
+        workers=workers,
+        smallest=1,
+    )
+    labels = torch.from_numpy(split.train_labels).to(device)  # [N]
+    prepare = preparation(views, device)
+    losses = []
+    progress.stage("Linear", settings.epochs * loader.batches_per_epoch)
+    for epoch in range(settings.epochs):
+        total = torch.zeros((), device=device)
+        for batch in loader.epoch(epoch):
+            targets = labels[batch.indices.to(device, non_blocking=True)]  # [B]
+            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                features = backbone(prepare(batch.views[0].to(device, non_blocking=True)))  # [B, F]
+            loss = F.cross_entropy(head(features.float()), targets)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            total += loss.detach()
+            progress.advance()
+        schedule.step()
+        losses.append(total / loader.batches_per_epoch)
+    return head, {"loss_by_epoch": finite(torch.stack(losses).tolist(), "linear")}
+
+
+def _by_regression(
+    backbone: nn.Module,
+    subject: Subject,
+    split: LabelledSplit,
+    settings: LinearSettings,
+    device: torch.device,
+    seed: int,
+    workers: int,
+    progress: Progress,
+) -> tuple[LogisticRegression, dict[str, Any]]:
+    """The strength of the regularisation is chosen on a held-out part of the images; then all are fitted with it."""
+    shown = [
+        embed(
+            backbone,
+            split.train,
+            subject.views,
+            device=device,
+            workers=workers,
+            mirrored=mirrored,
+            progress=progress,
+        )
+        for mirrored in ((False, True) if settings.flips else (False,))
+    ]
+    labels = shown[0].labels
+    assert labels is not None
+    features = [one.features.to(device) for one in shown]  # each [N, F]; the same images in the same order
+    labels = labels.to(device)  # [N]
+    aside = torch.zeros(len(labels), dtype=torch.bool)
+    aside[torch.from_numpy(balanced_subset(labels.cpu().numpy(), settings.held_out, seed))] = True
+    kept = ~aside.to(device)
+    classes = len(split.classes)
+    if not np.array_equal(np.unique(labels[kept].cpu().numpy()), np.unique(labels.cpu().numpy())):
+        # Classes of one image: there is nothing to hold out, so that the strength is judged on what it is fitted to.
+        kept = torch.ones_like(kept)
+    choice = choose_strength(
+        torch.cat([part[kept] for part in features]),
+        labels[kept].repeat(len(features)),
+        features[0][aside.to(device)],
+        labels[aside.to(device)],
+        classes,
+        settings.strengths,
+        settings.iterations,
+        progress,
+    )
+    model = fit(
+        torch.cat(features), labels.repeat(len(features)), classes, choice.strength, settings.iterations, choice.model
+    )
+    return model, {"strength": choice.strength, "held_out_top1_by_strength": choice.tried}

@@ -1,0 +1,171 @@
+"""The settings of each protocol as plain data, and two values of each: the paper's, and a quick one.
+
+The paper's are from the appendix of Wei et al. 2021 ("Implementation Details of Downstream Tasks"); what it leaves open
+is as in the work that it follows, and said so. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from co2.errors import UserError
+
+
+@dataclass(frozen=True)
+class KnnSettings:
+    """k nearest neighbours by cosine, each voting with exp(similarity / temperature) (Wu et al. 2018)."""
+
+    k: int = 200
+    """Neighbours that vote; fewer in sets with fewer than 2k images per class, where others would outvote them."""
+    temperature: float = 0.1
+    """The smaller, the more the nearest count."""
+    best_k: bool = False
+    """Find the best k of `ks` by leaving out one image at a time of the bank, and report the accuracy with that."""
+    ks: tuple[int, ...] = (1, 5, 10, 20, 50, 100, 200)
+    """Which k are tried for best_k; the record has the accuracy of each."""
+    bank_images: int = 0
+    """Labelled images to look neighbours up in, evenly spread over the data; 0 for all."""
+    query_images: int = 0
+    """Held-out images to classify, evenly spread; 0 for all."""
+    storage: str = ""
+    """Folder for a file of features, mapped into memory: for features that are larger than it."""
+
+    def __post_init__(self) -> None:
+        if self.k < 1 or not self.ks or min(self.ks) < 1:
+            raise UserError("knn: k and all of ks must be at least 1.")
+        if self.temperature <= 0:
+            raise UserError(f"knn: temperature must be above 0; got {self.temperature}.")
+
+
+@dataclass(frozen=True)
+class LinearSettings:
+    """One linear layer on the pooled features of a frozen backbone."""
+
+    solver: Literal["sgd", "lbfgs"] = "sgd"
+    """sgd: on random crops, as in the paper. lbfgs: the features of plain views, cached once, and a regularised
+    logistic regression solved to the optimum, in seconds."""
+    epochs: int = 100
+    """sgd: how often every image is seen."""
+    learning_rate: float = 15.0
+    """sgd: at the beginning. As large as this for MoCo's features, which are small; try 0.1 for supervised ones."""
+    milestones: tuple[int, ...] = (60, 80)
+    """sgd: epochs after which the learning rate drops."""
+    decay: float = 0.1
+    """sgd: by which factor it drops."""
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    batch_size: int = 256
+    """sgd: images in a step; all of them where there are fewer."""
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    """sgd: share of the area that a random crop covers, as for supervised training on ImageNet."""
+    flips: bool = True
+    """sgd: mirror every second view. lbfgs: train on every image and its mirror image."""
+    strengths: tuple[float, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5)
+    """lbfgs: strengths of the L2 regularisation to choose from, relative to the mean loss on standardised features."""
+    held_out: float = 0.1
+    """lbfgs: share of the training images on which the strength is chosen."""
+    iterations: int = 200
+    """lbfgs: at most, for each strength."""
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch_size < 1 or self.iterations < 1:
+            raise UserError("linear: epochs, batch_size and iterations must be at least 1.")
+        if not 0 < self.held_out < 1:
+            raise UserError(f"linear: held_out is a share between 0 and 1; got {self.held_out}.")
+        if not self.strengths or min(self.strengths) <= 0:
+            raise UserError("linear: strengths must be above 0.")
+
+
+@dataclass(frozen=True)
+class SemiSupervisedSettings:
+    """The whole network, fine-tuned on few labels."""
+
+    fractions: tuple[float, ...] = (0.01, 0.1)
+    """Shares of the training images, balanced over classes, whose labels are used; one network is tuned for each."""
+    epochs: int = 20
+    learning_rate: float = 0.01
+    """Of the backbone, at the beginning."""
+    head_learning_rate: float = 1.0
+    """Of the new classifier."""
+    milestones: tuple[int, ...] = (12, 16)
+    """Epochs after which both learning rates drop."""
+    decay: float = 0.2
+    """By which factor they drop."""
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    """1e-4 for MoCo v2 and its like, 5e-4 for MoCo v1 and its like."""
+    batch_size: int = 256
+    """All images of the subset where there are fewer."""
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    """Share of the area that a random crop covers, as for supervised training on ImageNet."""
+    baseline: bool = False
+    """Also train the same architecture from scratch on the same labels."""
+    baseline_epochs: int = 100
+    """Training from scratch takes longer; the paper does not say how long. Milestones scale with it."""
+    baseline_learning_rate: float = 0.1
+    """Of the whole network, from scratch."""
+
+    def __post_init__(self) -> None:
+        if not self.fractions or not all(0 < fraction <= 1 for fraction in self.fractions):
+            raise UserError(f"semi-supervised: fractions are shares above 0 and at most 1; got {self.fractions}.")
+        if min(self.epochs, self.baseline_epochs) < 1 or self.batch_size < 2:
+            raise UserError("semi-supervised: epochs must be at least 1, and batch_size at least 2.")
+
+
+@dataclass(frozen=True)
+class SvmSettings:
+    """A linear support vector machine for each class of PASCAL VOC, on pooled features (Goyal et al. 2019)."""
+
+    train: str = "trainval2007"
+    """Split to learn from: a list in ImageSets/Main and its year; trainval07+12 joins two."""
+    test: str = "test2007"
+    """Split to be judged on."""
+    costs: tuple[float, ...] = tuple(2.0**power for power in range(-10, 5))
+    """Costs C to choose from, for each class, by average precision on the held-out part of the training set."""
+    held_out: float = 0.25
+    """Share of the training images on which the cost is chosen; the machine is then trained on all."""
+    positive_weight: float = 2.0
+    """How much an image with the class weighs against one without it."""
+    iterations: int = 2000
+    """Of liblinear, at most."""
+
+    def __post_init__(self) -> None:
+        if not self.costs or min(self.costs) <= 0:
+            raise UserError("svm: costs must be above 0.")
+        if not 0 < self.held_out < 1:
+            raise UserError(f"svm: held_out is a share between 0 and 1; got {self.held_out}.")
+
+
+@dataclass(frozen=True)
+class LabelFreeSettings:
+    """What can be said of a backbone without any label."""
+
+    images: int = 10_000
+    """How many are looked at, evenly spread over the training images."""
+    k: int = 20
+    """Nearest neighbours on which two views should agree."""
+
+    def __post_init__(self) -> None:
+        if self.images < 2 or self.k < 1:
+            raise UserError("label-free: images must be at least 2, and k at least 1.")
+
+
+Settings = KnnSettings | LinearSettings | SemiSupervisedSettings | SvmSettings | LabelFreeSettings
+
+KNN_PAPER = KnnSettings()
+KNN_QUICK = KnnSettings(bank_images=50_000, query_images=10_000)
+
+LINEAR_PAPER = LinearSettings()
+LINEAR_QUICK = LinearSettings(solver="lbfgs")
+
+SEMI_SUPERVISED_PAPER = SemiSupervisedSettings()
+SEMI_SUPERVISED_PAPER_V1 = replace(SEMI_SUPERVISED_PAPER, weight_decay=5e-4)
+# Small images lose too much in crops of 8% of their area, and small sets have too few steps in batches of 256.
+SEMI_SUPERVISED_QUICK = SemiSupervisedSettings(batch_size=64, crop_scale=(0.2, 1.0), baseline_epochs=40)
+
+SVM_PAPER = SvmSettings()
+SVM_QUICK = SvmSettings(train="train2012", test="val2012", costs=(0.05, 0.2, 0.8, 3.0, 12.0))
+
+LABEL_FREE_PAPER = LabelFreeSettings()
+LABEL_FREE_QUICK = LabelFreeSettings(images=4096)
