@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 if not torch.cuda.is_available() and "triton" not in sys.modules:
@@ -269,40 +267,6 @@ def test_rounding_the_negatives_once_changes_nothing(monkeypatch: pytest.MonkeyP
         assert torch.equal(one, other)
 
 
-@interpreted
-# Without shrinking: the interpreter is slow, and the drawn case names itself.
-@settings(
-    deadline=None,
-    max_examples=12,
-    derandomize=True,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-@given(
-    st.tuples(st.integers(1, 80), st.integers(1, 150), st.integers(1, 40)),
-    st.floats(0.01, 1.0),
-    st.floats(0.01, 1.0),
-    st.sampled_from([0.0, 0.4]),
-    st.integers(0, 3),
-    st.booleans(),
-    st.integers(0, 2**31),
-)
-def test_whatever_the_shape_and_temperature(
-    shape: tuple[int, int, int], tau: float, sigma: float, smoothing: float, entries: int, detached: bool, seed: int
-) -> None:
-    b, k, _ = shape
-    exclude = torch.randint(-1, k + 1, (b, entries), generator=torch.Generator().manual_seed(seed))
-    check(
-        triple(*shape, seed=seed),
-        precision="full",
-        tau_instance=tau,
-        tau_consistency=sigma,
-        label_smoothing=smoothing,
-        exclude=exclude if entries else None,
-        detach_target=detached,
-    )
-
-
 def descend(backend: str, device: str, steps: int) -> list[float]:
     """The losses of a small encoder that learns to find the noisy copies of vectors among other directions."""
     generator = torch.Generator().manual_seed(0)
@@ -383,7 +347,8 @@ def test_every_kind_of_kernel_compiles_for_a_gpu() -> None:
 def test_all_of_this_in_a_process_of_its_own() -> None:
     # Some other test imported Triton first, and it is too late for the interpreter here.
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, "-m", "pytest", __file__], env=environment, capture_output=True, text=True)
+    files = [__file__, Path(__file__).with_name("test_fused_properties.py")]
+    run = subprocess.run([sys.executable, "-m", "pytest", *files], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:]
 
 
