@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from co2.config import Experiment
 from co2.encoders.backbones import build_backbone
+from co2.encoders.specification import Stem
 from co2.errors import RunError, UserError
 
 CONFIG = "config.json"
@@ -243,6 +244,8 @@ def read_backbone(run: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             description = dict(file.metadata() or {})
     except SafetensorError as error:
         raise UserError(f"{path} is not a readable safetensors file: {error}.") from error
-    if "backbone" not in description:
+    size = description.get("view_size", "")
+    sizes_make_sense = re.fullmatch(r"[0-9]{1,4}", size) is not None  # more pixels than 9,999 would not fit anywhere
+    if "backbone" not in description or description.get("stem") not in get_args(Stem) or not sizes_make_sense:
         raise UserError(f"{path} does not say which backbone it holds: it was not written by `co2 pretrain`.")
     return weights, description

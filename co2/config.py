@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -99,8 +100,13 @@ class Experiment:
 
     @staticmethod
     def from_json(text: str) -> Experiment:
-        """The experiment that `to_json` wrote. Unknown settings, of a newer version say, are refused by name."""
-        experiment: Experiment = _from_plain(Experiment, json.loads(text))
+        """The experiment that `to_json` wrote. Settings that are unknown, of a newer version say, or of the wrong kind
+        are refused by name; whatever the text is, nothing but a UserError comes of it."""
+        try:
+            plain = json.loads(text)
+        except (ValueError, RecursionError):
+            raise UserError("The configuration does not describe an experiment: it is not JSON, or damaged.") from None
+        experiment: Experiment = _from_plain(Experiment, plain)
         return experiment
 
 
@@ -125,16 +131,50 @@ def flatten(experiment: Experiment) -> dict[str, Any]:
     return flat
 
 
-def _from_plain(kind: Any, plain: dict[str, Any]) -> Any:
+def _from_plain(kind: Any, plain: Any, group: str = "") -> Any:
+    if not isinstance(plain, dict):
+        where = group.rstrip(".") or "it"
+        raise UserError(f"The configuration does not describe an experiment: {where} is not a group of settings.")
     hints = get_type_hints(kind)
     unknown = sorted(set(plain) - set(hints))
     if unknown:
-        raise UserError(f"The configuration has settings that this version does not know: {', '.join(unknown)}.")
-    values: dict[str, Any] = {}
-    for name, value in plain.items():
-        if isinstance(value, dict):
-            value = _from_plain(hints[name], value)
-        elif isinstance(value, list):  # JSON has no tuples
-            value = tuple(value)
-        values[name] = value
-    return kind(**values)
+        raise UserError(
+            "The configuration has settings that this version does not know: "
+            + ", ".join(_shown(group + name) for name in unknown[:5])
+            + "."
+        )
+    return kind(**{name: _value(hints[name], value, group + name) for name, value in plain.items()})
+
+
+def _value(hint: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _from_plain(hint, value, name + ".")
+    if isinstance(value, list):  # JSON has no tuples
+        value = tuple(value)
+    if not _fits(hint, value):
+        raise UserError(f"The configuration does not describe an experiment: {name} cannot be {_shown(value)}.")
+    return value
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether a value read from JSON can stand where a field is declared as `hint`."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return isinstance(value, str) and value in inner
+    if kind in (Union, UnionType):
+        return any(_fits(one, value) for one in inner)
+    if kind is tuple:
+        hints = inner[:1] * len(value) if isinstance(value, tuple) and inner[-1] is ... else inner
+        return isinstance(value, tuple) and len(value) == len(hints) and all(map(_fits, hints, value))
+    if hint is float:
+        return type(value) in (int, float) and abs(value) < 2**63  # which no NaN and no infinity is
+    if hint is int:
+        return type(value) is int and abs(value) < 2**63
+    return type(value) is hint
+
+
+def _shown(value: object) -> str:
+    """Something from outside in a line that is not too long."""
+    text = value if isinstance(value, str) else repr(value)
+    text = text if text.isprintable() else ascii(text)
+    return text if len(text) <= 60 else text[:60] + "..."

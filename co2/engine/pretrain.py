@@ -399,7 +399,7 @@ def _explained(run: Path) -> Iterator[None]:
 
 def memory_advice(run: Path) -> str:
     """Which settings of the run in this folder free how much GPU memory."""
-    experiment = Experiment.from_json((run / CONFIG).read_text())
+    experiment = Experiment.from_json((run / CONFIG).read_text(encoding="utf-8", errors="replace"))
     total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     queue = experiment.negatives.size * experiment.encoder.dimension * 4  # float32

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 
 class Display(Protocol):
@@ -45,7 +45,7 @@ class Bar:
         self.progress.start()
 
     def say(self, text: str) -> None:
-        self.progress.console.print(escape(text))
+        self.progress.console.print(Text(text))  # names of files may look like markup
 
     def interval(self, step: int, values: Mapping[str, float]) -> None:
         numbers = (

@@ -74,7 +74,7 @@ def _take(lock: TextIO, run: Path) -> None:
 
 
 def _refuse_other_settings(run: Path, experiment: Experiment) -> None:
-    differ = differences(experiment, Experiment.from_json((run / CONFIG).read_text()))
+    differ = differences(experiment, Experiment.from_json((run / CONFIG).read_text(encoding="utf-8", errors="replace")))
     if differ:
         raise UserError(
             f"The run in {run} was started with other settings:\n  "
