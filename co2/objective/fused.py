@@ -52,6 +52,7 @@ is as much the limit as the matrix units are, which is why row sums stay in thei
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from typing import NamedTuple
@@ -328,7 +329,7 @@ def _merge_forward_kernel(
     inside = rows < B
     each = tl.arange(0, BLOCK_SPLIT)
     mask = (each < splits)[:, None] & inside[None, :]
-    plane = splits.to(tl.int64) * B
+    plane = splits * B
     source = partial + each.to(tl.int64)[:, None] * B + rows[None, :]  # [BLOCK_SPLIT, BLOCK_B]
     s = tl.load(similarity + rows, mask=inside, other=0.0)
 
@@ -872,6 +873,11 @@ _library.define(
 )
 
 
+def _launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the one that holds the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def _forward_operator(
     query: Tensor,
     positive: Tensor,
@@ -885,7 +891,8 @@ def _forward_operator(
     settings = Settings(tau_instance, tau_consistency, label_smoothing, full)
     once = round_once(len(query), negatives, full)
     rounded = negatives.to(torch.float16) if once else negatives.new_empty(0)
-    return *forward(query, positive, rounded if once else negatives, exclude, settings), rounded
+    with _launching_on(query.device):
+        return *forward(query, positive, rounded if once else negatives, exclude, settings), rounded
 
 
 def _forward_shapes(
@@ -928,10 +935,11 @@ def _backward_operator(
     *needed: bool,
 ) -> list[Tensor]:
     settings = Settings(tau_instance, tau_consistency, label_smoothing, full)
-    found = backward(
-        grad_instance, grad_consistency, query, positive, negatives, exclude, operands, statistics, settings, target,
-        needed, rounded if rounded.numel() else None,
-    )  # fmt: skip
+    with _launching_on(query.device):
+        found = backward(
+            grad_instance, grad_consistency, query, positive, negatives, exclude, operands, statistics, settings,
+            target, needed, rounded if rounded.numel() else None,
+        )  # fmt: skip
     return [gradient for gradient in found if gradient is not None]
 
 
