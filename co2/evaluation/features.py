@@ -61,7 +61,7 @@ def embed(
     done, images = 0, []
     for start in range(0, len(source), SLAB_IMAGES):
         part = source if slabs == 1 else source.subset(range(start, min(start + SLAB_IMAGES, len(source))))
-        batches = _told(plain_batches(part, views.size, batch_size=BATCH, workers=workers), progress)
+        batches = _told(plain_batches(part, views.size, batch_size=BATCH, workers=workers), part, progress)
         features, rows = extract(backbone, batches, prepare, device)  # [n, F] on the device, [n]
         images.append(rows + start)
         if slabs > 1 or storage:
@@ -73,10 +73,18 @@ def embed(
     return Embedding(features if room is None else room[:done], everything, labels)
 
 
-def _told(batches: Iterator[Batch], progress: Progress) -> Iterator[Batch]:
+def _told(batches: Iterator[Batch], source: ImageSource, progress: Progress) -> Iterator[Batch]:
+    bad: list[tuple[int, str]] = []
     for batch in batches:
         yield batch
         progress.advance()
+        bad += batch.bad
+    if bad:
+        index, reason = bad[0]
+        progress.say(
+            f"{len(bad)} of {len(source)} images could not be read and are left out; the first is "
+            f"{source.describe(index)} ({reason})."
+        )
 
 
 def ready(network: nn.Module, device: torch.device) -> nn.Module:

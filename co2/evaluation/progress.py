@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress as RichProgress
 
 T = TypeVar("T")
@@ -15,6 +16,9 @@ T = TypeVar("T")
 
 class Progress:
     """Tells nobody."""
+
+    def about(self, words: str) -> None:
+        """What the following stages are parts of."""
 
     def stage(self, words: str, total: int | None = None) -> None:
         """From now on this is being done, in so many steps."""
@@ -39,9 +43,13 @@ class Bar(Progress):
     def __init__(self, bar: RichProgress) -> None:
         self.bar = bar
         self.task = bar.add_task("Evaluating", total=None)
+        self.heading = ""
+
+    def about(self, words: str) -> None:
+        self.heading = f"{escape(words)}: "
 
     def stage(self, words: str, total: int | None = None) -> None:
-        self.bar.reset(self.task, description=words, total=total)
+        self.bar.reset(self.task, description=self.heading + words, total=total)
 
     def advance(self, steps: int = 1) -> None:
         self.bar.advance(self.task, steps)

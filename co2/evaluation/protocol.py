@@ -33,7 +33,22 @@ class Evaluation:
 
     def write(self, path: Path) -> None:
         """The record as JSON."""
-        write_atomically(path, lambda file: file.write((json.dumps(asdict(self), indent=1) + "\n").encode()))
+        write_json(path, asdict(self))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A file of JSON, whole or not at all."""
+    text = json.dumps(_plain(value), indent=1, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def _plain(value: Any) -> Any:
+    """The same without NaN and infinity, which JSON does not have: null keeps a record readable for every tool."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ class Subject:
     std: tuple[float, float, float] = Augmentation.std
     steps: int | None = None
     """How long it has been trained, where a run's checkpoint says so."""
+    drawn_from: int | None = None
+    """The seed of its random weights, if it has such."""
 
     def build(self, classes: int = 0) -> nn.Module:
         """A new module with the subject's weights: returning pooled features [N, width], or the logits [N, classes] of
@@ -95,7 +97,7 @@ class Subject:
     def random(self, seed: int = 0) -> Subject:
         """The same architecture with random weights: what a subject is compared with."""
         fresh = _fresh_weights(self.backbone, self.stem, self.view_size, seed)
-        return replace(self, name="random", weights=fresh, steps=None)
+        return replace(self, name="random", weights=fresh, steps=None, drawn_from=seed)
 
 
 def open_subject(name: str, *, view_size: int | None = None, like: Subject | None = None, seed: int = 0) -> Subject:
@@ -220,7 +222,8 @@ def _model(backbone: str, weights: str, seed: int, view_size: int | None) -> Sub
     if weights:
         return _published_timm(backbone, weights, view_size)
     size = view_size or 224
-    return Subject(backbone, backbone, _fresh_weights(backbone, "standard", size, seed), view_size=size)
+    fresh = _fresh_weights(backbone, "standard", size, seed)
+    return Subject(backbone, backbone, fresh, view_size=size, drawn_from=seed)
 
 
 def _fresh_weights(backbone: str, stem: Stem, view_size: int, seed: int) -> dict[str, Tensor]:
