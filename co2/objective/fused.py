@@ -661,12 +661,19 @@ def forward_tiles(full: bool, device: torch.device) -> Tiles:
 
 
 def backward_tiles(full: bool, target: bool, device: torch.device) -> Tiles:
-    """Tiles of both backward kernels. Two sums per row, where the positive's similarities pass gradients, need room."""
+    """Tiles of the kernel for queries and positives. With `target` it keeps two sums for each row."""
     if full:
         return Tiles(rows=32, negatives=32, warps=4, stages=2, programs=2)
-    if target or not _roomy(device):
-        return Tiles(rows=64, negatives=32, warps=4, stages=2, programs=2)
-    return Tiles(rows=64, negatives=64, warps=4, stages=3, programs=2)
+    if not _roomy(device):
+        return Tiles(rows=64, negatives=32, warps=4, stages=2, programs=1)
+    return Tiles(rows=64, negatives=32 if target else 64, warps=4, stages=3, programs=2)
+
+
+def backward_negatives_tiles(full: bool, device: torch.device) -> Tiles:
+    """Tiles of the kernel for negatives: 64 of them at least, or its product misses Hopper's matrix instructions."""
+    if full:
+        return Tiles(rows=32, negatives=32, warps=4, stages=2, programs=2)
+    return Tiles(rows=64, negatives=64 if _roomy(device) else 32, warps=4, stages=2, programs=2)
 
 
 @functools.cache
@@ -750,9 +757,8 @@ def backward(
     (b, d), k = query.shape, len(negatives)
     instance, smoothing = grad_instance is not None, settings.label_smoothing > 0
     target = target and grad_consistency is not None
-    tiles = tiles or backward_tiles(settings.full, target, query.device)
-    shape = _shape_of_tiles(k, d, tiles)
-    dim_tiles = triton.cdiv(d, shape["BLOCK_D"])
+    block_d = _block_d(d)
+    dim_tiles = triton.cdiv(d, block_d)
     need_query, need_positive, need_negatives = needed
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
                  for x, need in zip((query, positive, negatives), needed, strict=True)]  # fmt: skip
@@ -770,13 +776,14 @@ def backward(
     partials: list[Tensor | None] = [None, None]
     splits = 0
     if need_query or (need_positive and target):
-        row_tiles, splits, tiles_per_split = _schedule(b, k, tiles, query.device)
         sums = 2 if need_positive and target else 1
+        tiles = tiles or backward_tiles(settings.full, sums == 2, query.device)
+        row_tiles, splits, tiles_per_split = _schedule(b, k, tiles, query.device)
         partial = torch.empty(sums, splits, b, d, dtype=torch.float32, device=query.device)
         partials = [partial[0], partial[1] if sums == 2 else None]
         _backward_rows_kernel[(row_tiles, splits, dim_tiles)](
-            *tensors, partial, *sizes, tiles_per_split, *rates, TARGET=sums == 2, **terms, **shape,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            *tensors, partial, *sizes, tiles_per_split, *rates, TARGET=sums == 2, **terms,
+            **_shape_of_tiles(k, d, tiles), num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     for gradient, summed, other in zip(gradients, partials, (positive, query), strict=False):
         if gradient is not None:
@@ -784,12 +791,13 @@ def backward(
                 summed, other, grad_instance, statistics, gradient,
                 b, d, splits, other.stride(0), strides[0], rates[0], rates[2],
                 SUMMED=summed is not None, INSTANCE=instance, SMOOTHING=smoothing,
-                BLOCK_SPLIT=min(32, triton.next_power_of_2(max(1, splits))), BLOCK_D=shape["BLOCK_D"],
+                BLOCK_SPLIT=min(32, triton.next_power_of_2(max(1, splits))), BLOCK_D=block_d,
             )  # fmt: skip
     if need_negatives:
+        tiles = backward_negatives_tiles(settings.full, query.device)
         _backward_negatives_kernel[(triton.cdiv(k, tiles.negatives), dim_tiles)](
-            *tensors, gradients[2], *sizes, *rates, TARGET=target, **terms, **shape,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            *tensors, gradients[2], *sizes, *rates, TARGET=target, **terms,
+            **_shape_of_tiles(k, d, tiles), num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return gradients[0], gradients[1], gradients[2]
 
@@ -827,8 +835,12 @@ def _entries(exclude: Tensor | None, negatives: Tensor) -> tuple[int, int, int, 
     return exclude.shape[1], negatives.stride(0), exclude.stride(0), exclude.stride(1)
 
 
+def _block_d(d: int) -> int:
+    return max(16, min(128, triton.next_power_of_2(d)))
+
+
 def _shape_of_tiles(k: int, d: int, tiles: Tiles) -> dict[str, int]:
-    block_d = max(16, min(128, triton.next_power_of_2(d)))
+    block_d = _block_d(d)
     return {
         "EVEN_K": k % tiles.negatives == 0,
         "EVEN_D": d % block_d == 0,
