@@ -1032,7 +1032,13 @@ def obstacle(query: Tensor) -> str | None:
         return None
     if query.device.type != "cuda" or torch.version.hip is not None:
         return f"it needs an NVIDIA GPU, and the inputs are on '{query.device}'"
-    properties = torch.cuda.get_device_properties(query.device)
-    if (properties.major, properties.minor) < OLDEST_CAPABILITY:
-        return f"it needs an NVIDIA GPU of compute capability 8.0 or later, and {properties.name} is older"
+    name, capability = _name_and_capability(query.device.index)
+    if capability < OLDEST_CAPABILITY:
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or later, and {name} is older"
     return None
+
+
+@torch.compiler.assume_constant_result
+def _name_and_capability(index: int | None) -> tuple[str, tuple[int, int]]:
+    properties = torch.cuda.get_device_properties(index)
+    return properties.name, (properties.major, properties.minor)
