@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -131,7 +132,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} holds more than tensors and plain values, so it is not loaded: it was not written by this program."
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
+    except Exception as error:  # a damaged file makes its reader raise almost anything
         raise DamagedCheckpoint(f"{path} cannot be read: it is damaged or incomplete.") from error
     return state
 
@@ -244,8 +245,21 @@ def read_backbone(run: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             description = dict(file.metadata() or {})
     except SafetensorError as error:
         raise UserError(f"{path} is not a readable safetensors file: {error}.") from error
-    size = description.get("view_size", "")
-    sizes_make_sense = re.fullmatch(r"[0-9]{1,4}", size) is not None  # more pixels than 9,999 would not fit anywhere
-    if "backbone" not in description or description.get("stem") not in get_args(Stem) or not sizes_make_sense:
+    if not _describes_a_backbone(description):
         raise UserError(f"{path} does not say which backbone it holds: it was not written by `co2 pretrain`.")
     return weights, description
+
+
+def _describes_a_backbone(description: Mapping[str, str]) -> bool:
+    """Whether a file says about itself what `save_backbone` writes: it may come from anywhere."""
+    try:
+        channels = [float(value) for name in ("mean", "std") for value in json.loads(description[name])]
+        return (
+            bool(description["backbone"])
+            and description["stem"] in get_args(Stem)
+            and re.fullmatch(r"[1-9][0-9]{0,3}", description["view_size"]) is not None  # larger would fit nowhere
+            and len(channels) == 6
+            and all(map(math.isfinite, channels))
+        )
+    except (KeyError, ValueError, TypeError, RecursionError, OverflowError):
+        return False

@@ -6,6 +6,7 @@ Each command imports what it needs when it runs, so that help and mistakes are a
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import shlex
 import sys
@@ -22,6 +23,8 @@ from co2.errors import UserError, did_you_mean
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text that can be printed
     try:
         return _dispatch(words)
     except UserError as error:
@@ -106,7 +109,7 @@ def _pretrain(words: list[str]) -> int:
 def _resume_alone(words: list[str]) -> list[str]:
     """`--resume` by itself means yes; `--resume auto` is the other thing it can say."""
     spelt_out = []
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for word, following in zip(words, [*words[1:], "--"], strict=False):  # no words at all: nothing follows either
         spelt_out += ["--resume", "True"] if word == "--resume" and following.startswith("-") else [word]
     return spelt_out
 
