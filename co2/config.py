@@ -27,8 +27,9 @@ class Experiment:
     recipe: Annotated[str, tyro.conf.Suppress] = "moco-v2"  # not a flag: it is the command line's first word
     """Name of the recipe this experiment started from."""
     data: str = "shapes"
-    """A folder of images (with or without class sub-folders), a text file that lists them, a CIFAR-10/100 or STL-10
-    folder, 'digits', or 'shapes[:COUNT[:SIZE]]', the pictures that co2 renders itself."""
+    """A folder of images (with or without class sub-folders), a text file that lists them, tar shards (a folder of
+    them, or 'train-{000000..000012}.tar'), a CIFAR-10/100 or STL-10 folder, 'digits', or 'shapes[:COUNT[:SIZE]]', the
+    pictures that co2 renders itself."""
     out: str = ""
     """Run folder to write; by default runs/RECIPE-sSEED."""
     epochs: int = 200
