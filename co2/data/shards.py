@@ -14,11 +14,10 @@ fetched unless the user gives such an address, and commands in place of names (`
 from __future__ import annotations
 
 import glob
-import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -129,8 +128,7 @@ def open_shards(name: str, shards: Sequence[str]) -> Parts:
     for path in shards:
         by_split.setdefault(_split_of(path), []).append(path)
     held_out = next((split for split in HELD_OUT if split in by_split), None)
-    kinds = ("train", "") if "train" in by_split else ("",)
-    training = next((by_split[kind] for kind in kinds if kind in by_split), None)
+    training = by_split.get("train", by_split.get(""))
     if training is None:  # nothing but 'test-000000.tar': then that is what the user wants to train on
         training, held_out = list(shards), None
     train = ShardSource(name, training)
@@ -143,17 +141,12 @@ def open_shards(name: str, shards: Sequence[str]) -> Parts:
     elif test is not None:
         words += f"; {held_out} has no labels and is left out"
         test = None
-    unused = [split or "others" for split in by_split if by_split[split] is not training and split != held_out]
-    if unused and training != list(shards):
+    unused = [split or "others" for split, paths in by_split.items() if split != held_out and paths[0] not in training]
+    if unused:
         words += f" (not used: {', '.join(unused)})"
     for damage in (*train.damaged, *(test.damaged if test is not None else ())):
         words += f". Note: {damage}"
     return train, train if train.labels is not None else None, test, words
-
-
-def shard_names(split: str) -> Iterator[str]:
-    """What shards are called: train-000000.tar, train-000001.tar, ..."""
-    return (f"{split}-{number:06d}.tar" for number in itertools.count())
 
 
 def _count(source: ShardSource) -> str:

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -20,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from co2.checkpoint import load_backbone
 from co2.cli import main
 from co2.data import shard_storage
 from co2.data.open import open_data
@@ -27,6 +29,8 @@ from co2.data.shard_writer import write_shards
 from co2.data.shards import ShardSource
 from co2.data.source import BadImage
 from co2.data.tar_index import DamagedTar, build_index, index_from_bytes, index_to_bytes, tar_members
+from co2.engine.pretrain import Stopped, pretrain
+from co2.engine.trainer import Trainer
 from co2.errors import UserError
 from co2.views.loader import ViewLoader
 from co2.views.specification import Augmentation
@@ -260,6 +264,26 @@ def test_views_from_shards_are_those_from_the_folder(shards: Path) -> None:
     assert torch.equal(rest[0].indices, expected[3].indices)
     seen = torch.cat([batch.indices for batch in epoch(source, 2)])
     assert sorted(seen.tolist()) == list(range(50))  # nothing lost, nothing twice
+
+
+def test_a_run_over_shards_stopped_in_mid_epoch_ends_like_one_over_the_folder(
+    shards: Path, tmp_path: Path, tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = pretrain(tiny(), data=shards.parent / "pictures", out=tmp_path / "undisturbed")
+    train_step = Trainer.train_step
+
+    def stop_at_second_step(self: Trainer, *batch):
+        if self.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return train_step(self, *batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", stop_at_second_step)
+        with pytest.raises(Stopped):
+            pretrain(tiny(), data=shards, out=tmp_path / "run")
+    resumed = pretrain(tiny(resume=True, workers=2), data=shards, out=tmp_path / "run")
+    ours, theirs = (load_backbone(run).state_dict() for run in (undisturbed, resumed))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_few_files_are_open_however_many_shards(tmp_path: Path) -> None:
