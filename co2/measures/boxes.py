@@ -12,6 +12,7 @@ COCO's rules differ in which object a detection may take, and in how the area is
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,60 +72,69 @@ def overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
 
 
-def voc_precision(
-    found: Sequence[Found], truth: Sequence[Truth], classes: int, interpolation: Interpolation = "area"
-) -> BoxPrecision:
-    """AP, AP50 and AP75 of the detections in each image, against what there is in it."""
+@dataclass(frozen=True)
+class Matches:
+    """The detections of one class in all images, the surest first, at each of THRESHOLDS."""
+
+    right: list[np.ndarray]  # each bool [D]; detections of difficult objects are left out
+    to_find: int
+
+
+def match(found: Sequence[Found], truth: Sequence[Truth], classes: int) -> list[Matches]:
+    """For each class, which detections are right by VOC's rules, from those in each image and what there is in it."""
     if len(found) != len(truth):
         raise ValueError(f"There are detections for {len(found)} images and the truth about {len(truth)}.")
-    per_class = np.stack(
-        [_class_precision(found, truth, label, interpolation) for label in range(classes)], axis=1
-    )  # [10, classes]
+    return [_class_matches(found, truth, label) for label in range(classes)]
+
+
+def voc_precision(matches: Sequence[Matches], interpolation: Interpolation = "area") -> BoxPrecision:
+    """AP, AP50 and AP75 over all classes that have objects to find."""
+    per_class = np.full((len(THRESHOLDS), len(matches)), np.nan)  # [10, classes]
+    for label, of_class in enumerate(matches):
+        if of_class.to_find:
+            per_class[:, label] = [
+                average_precision(right, of_class.to_find, interpolation) for right in of_class.right
+            ]
     if np.isnan(per_class).all():
         raise UserError("No image has an object that counts, so that nothing can be found. Are all of them difficult?")
     at = dict(zip(THRESHOLDS, np.nanmean(per_class, axis=1), strict=True))
     return BoxPrecision(per_class, float(np.nanmean(per_class)), float(at[0.5]), float(at[0.75]))
 
 
-def _class_precision(
-    found: Sequence[Found], truth: Sequence[Truth], label: int, interpolation: Interpolation
-) -> np.ndarray:
-    """The average precision of one class at each threshold: [10]."""
-    scores, best_overlaps, best_objects = [], [], []  # of all detections, image by image
-    difficult: list[np.ndarray] = []  # of all objects, image by image
+def _class_matches(found: Sequence[Found], truth: Sequence[Truth], label: int) -> Matches:
+    # Detections and objects of all images, end to end; the empty entries are for classes that have none.
+    scores, best_overlaps, best_objects = [np.empty(0)], [np.empty(0)], [np.empty(0, dtype=np.int64)]
+    difficult = [np.empty(0, dtype=bool)]
     objects = 0
     for in_image, there in zip(found, truth, strict=True):
-        of_class = in_image.labels == label
-        wanted = there.labels == label
-        overlap = overlaps(in_image.boxes[of_class], there.boxes[wanted])  # [d, m]
-        scores.append(in_image.scores[of_class])
-        if wanted.any():
-            best_overlaps.append(overlap.max(axis=1))
-            best_objects.append(overlap.argmax(axis=1) + objects)
-        else:
-            best_overlaps.append(np.full(len(overlap), -1.0))
-            best_objects.append(np.full(len(overlap), -1))
+        of_class = in_image.labels == label  # [D]
+        wanted = there.labels == label  # [M]
+        if of_class.any():
+            scores.append(in_image.scores[of_class])
+            if wanted.any():
+                overlap = overlaps(in_image.boxes[of_class], there.boxes[wanted])  # [d, m]
+                best_overlaps.append(overlap.max(axis=1))
+                best_objects.append(overlap.argmax(axis=1) + objects)
+            else:
+                best_overlaps.append(np.full(int(of_class.sum()), -1.0))
+                best_objects.append(np.full(int(of_class.sum()), -1))
         difficult.append(there.difficult[wanted])
         objects += int(wanted.sum())
     hard = np.concatenate(difficult)  # [objects] bool
-    to_find = int((~hard).sum())
-    if to_find == 0:
-        return np.full(len(THRESHOLDS), np.nan)
     order = np.argsort(-np.concatenate(scores), kind="stable")
     overlap = np.concatenate(best_overlaps)[order]  # [D]
-    objects_met = np.concatenate(best_objects)[order]  # [D]
-    precisions = []
-    for threshold in THRESHOLDS:
-        hit = overlap >= threshold  # [D]
-        ignored = hit & hard[np.where(hit, objects_met, 0)]
-        # The first hit on an object finds it; every later one is a mistake.
-        _, first = np.unique(np.where(hit, objects_met, -1), return_index=True)
-        right = np.zeros(len(hit), dtype=bool)
-        right[first] = True
-        right &= hit & ~ignored
-        counted = ~ignored
-        precisions.append(average_precision(right[counted], to_find, interpolation))
-    return np.array(precisions)
+    met = np.concatenate(best_objects)[order]  # [D]
+    return Matches([_right(overlap >= threshold, met, hard) for threshold in THRESHOLDS], int((~hard).sum()))
+
+
+def _right(hit: np.ndarray, met: np.ndarray, hard: np.ndarray) -> np.ndarray:
+    """Which detections are right, given whether they hit an object, which one, and which objects are difficult."""
+    objects_hit = np.where(hit, met, -1)  # [D]
+    _, first = np.unique(objects_hit, return_index=True)
+    right = np.zeros(len(hit), dtype=bool)
+    right[first] = True  # the first hit on an object finds it; every later one is a mistake
+    counted = ~np.append(hard, False)[objects_hit]  # the last entry is for those that hit nothing
+    return (right & hit)[counted]
 
 
 def average_precision(right: np.ndarray, to_find: int, interpolation: Interpolation = "area") -> float:
@@ -141,20 +151,24 @@ def average_precision(right: np.ndarray, to_find: int, interpolation: Interpolat
     return float((steps * at_least).sum())
 
 
+def check_coco() -> None:
+    """Say so if COCO's own program is not there."""
+    if importlib.util.find_spec("pycocotools") is None:
+        raise UserError(
+            "COCO's average precision needs pycocotools, which is not installed. Install it with: "
+            "pip install pycocotools"
+        )
+
+
 def coco_precision(found: Sequence[Found], truth: Sequence[Truth], classes: int) -> dict[str, float]:
     """AP, AP50 and AP75 by COCO's own program, as a cross-check. Needs pycocotools.
 
     There a detection takes the best object that is still free, at most 100 detections of an image count, precision is
     taken at 101 recalls, and difficult objects are "crowds": detections that lie inside one count neither way.
     """
-    try:
-        from pycocotools.coco import COCO  # type: ignore[import-untyped]
-        from pycocotools.cocoeval import COCOeval  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise UserError(
-            "COCO's average precision needs pycocotools, which is not installed. Install it with: "
-            "pip install pycocotools"
-        ) from error
+    check_coco()
+    from pycocotools.coco import COCO  # type: ignore[import-untyped]
+    from pycocotools.cocoeval import COCOeval  # type: ignore[import-untyped]
 
     objects: list[dict[str, Any]] = []
     detections: list[dict[str, Any]] = []

@@ -3,7 +3,8 @@ import pytest
 from sklearn.metrics import average_precision_score
 
 from co2.errors import UserError
-from co2.measures.boxes import THRESHOLDS, Found, Truth, average_precision, coco_precision, overlaps, voc_precision
+from co2.measures import boxes
+from co2.measures.boxes import THRESHOLDS, Found, Truth, average_precision, coco_precision, overlaps
 
 
 def found(*rows):
@@ -18,10 +19,14 @@ def truth(*rows):
     return Truth(table[:, 1:5], table[:, 0].astype(int), table[:, 5] > 0)
 
 
+def voc_precision(said, images, classes, interpolation="area"):
+    return boxes.voc_precision(boxes.match(said, images, classes), interpolation)
+
+
 def test_overlaps_of_known_boxes():
-    boxes = np.array([[0, 0, 10, 10]])
+    box = np.array([[0, 0, 10, 10]])
     others = np.array([[0, 0, 10, 10], [5, 0, 15, 10], [5, 5, 15, 15], [10, 0, 20, 10], [2, 2, 4, 4]])
-    assert overlaps(boxes, others)[0].tolist() == [1, 1 / 3, 25 / 175, 0, 0.04]
+    assert overlaps(box, others)[0].tolist() == [1, 1 / 3, 25 / 175, 0, 0.04]
     assert overlaps(np.zeros((1, 4)), np.zeros((1, 4))).tolist() == [[0]]  # no area, and no division by it
 
 
