@@ -9,9 +9,13 @@ from co2.config import Experiment
 
 
 @pytest.fixture
-def tiny():
+def tiny(build_tiny):
     """An experiment on 40 rendered pictures: 2 epochs of 3 steps, the last one short."""
+    return build_tiny
 
+
+@pytest.fixture(scope="session")
+def build_tiny():
     def build(recipe: str = "demo-co2", **changes) -> Experiment:
         small = {
             "data": "shapes:40:16",
@@ -38,7 +42,7 @@ def tiny():
     return build
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def rows():
     """The lines of a run's metrics.jsonl of one kind."""
 
