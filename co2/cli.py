@@ -250,6 +250,12 @@ def _data_shard(words: list[str]) -> int:
     return 0
 
 
+def _evaluate(words: list[str]) -> int:
+    from co2.evaluation.command import run
+
+    return run(words)
+
+
 @dataclass(frozen=True)
 class Command:
     """A word after `co2`."""
@@ -263,6 +269,7 @@ COMMANDS: dict[str, Command] = {
     "pretrain": Command("pretrain RECIPE", "pre-train a backbone on your images", _pretrain),
     "recipes": Command("recipes [NAME]", "what each recipe is, in a table; or all settings of one", _recipes),
     "demo": Command("demo", "MoCo and MoCo + CO2 side by side, in minutes, on any computer", _demo),
+    "evaluate": Command("evaluate PROTOCOL", "how good a backbone is, by the paper's protocols and others", _evaluate),
     "data": Command("data shapes|shard", "write pictures to try things on, or any images as tar shards", _data),
 }
 

@@ -13,7 +13,7 @@ from co2.data.source import ImageSource
 from co2.encoders.features import extract
 from co2.errors import UserError
 from co2.evaluation.progress import SILENT, Progress
-from co2.views.loader import Batch, plain_batches
+from co2.views.loader import Batch, ViewLoader, plain_batches
 from co2.views.specification import Augmentation
 from co2.views.transform import normalise
 
@@ -71,6 +71,26 @@ def embed(
     everything = torch.cat(images)
     labels = None if source.labels is None else torch.from_numpy(source.labels)[everything]
     return Embedding(features if room is None else room[:done], everything, labels)
+
+
+def embed_crops(
+    backbone: nn.Module,
+    source: ImageSource,
+    views: Augmentation,
+    *,
+    epoch: int,
+    seed: int,
+    device: torch.device,
+    workers: int = 0,
+    progress: Progress = SILENT,
+) -> Embedding:
+    """Pooled features of one random view of every image, in the order of that epoch. Unreadable images are replaced."""
+    loader = ViewLoader(
+        source, views, views=1, batch_size=min(BATCH, len(source)), seed=seed, workers=workers, smallest=1
+    )
+    batches = progress.track(loader.epoch(epoch), "Features of crops", loader.batches_per_epoch)
+    features, images = extract(ready(backbone, device), batches, preparation(views, device), device)
+    return Embedding(features, images, None if source.labels is None else torch.from_numpy(source.labels)[images])
 
 
 def _told(batches: Iterator[Batch], source: ImageSource, progress: Progress) -> Iterator[Batch]:

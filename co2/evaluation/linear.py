@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from co2.data.open import DataSplits
-from co2.evaluation.features import embed, preparation, ready
+from co2.evaluation.features import Embedding, embed, embed_crops, preparation, ready
 from co2.evaluation.labels import LabelledSplit, accuracies, balanced_subset, labelled_split
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation, finite
@@ -134,40 +135,41 @@ def _by_regression(
     progress: Progress,
 ) -> tuple[LogisticRegression, dict[str, Any]]:
     """The strength of the regularisation is chosen on a held-out part of the images; then all are fitted with it."""
-    shown = [
-        embed(
-            backbone,
-            split.train,
-            subject.views,
-            device=device,
-            workers=workers,
-            mirrored=mirrored,
-            progress=progress,
-        )
-        for mirrored in ((False, True) if settings.flips else (False,))
-    ]
-    labels = shown[0].labels
-    assert labels is not None
-    features = [one.features.to(device) for one in shown]  # each [N, F]; the same images in the same order
-    labels = labels.to(device)  # [N]
-    aside = torch.zeros(len(labels), dtype=torch.bool)
-    aside[torch.from_numpy(balanced_subset(labels.cpu().numpy(), settings.held_out, seed))] = True
-    kept = ~aside.to(device)
+    plain = partial(embed, backbone, split.train, subject.views, device=device, workers=workers, progress=progress)
+    views = replace(subject.views, crop_scale=settings.crop_scale, flip_probability=0.5 if settings.flips else 0.0)
+    crop = partial(
+        embed_crops, backbone, split.train, views, seed=seed, device=device, workers=workers, progress=progress
+    )
+    shown = [plain(), *([plain(mirrored=True)] if settings.flips else [])]
+    shown += [crop(epoch=number) for number in range(settings.crops)]
+    labels = np.concatenate([_labels(one) for one in shown])  # [V * N]
+    images = torch.cat([one.images for one in shown]).numpy()  # [V * N]
+    features = torch.cat([one.features.to(device) for one in shown])  # [V * N, F]
     classes = len(split.classes)
-    if not np.array_equal(np.unique(labels[kept].cpu().numpy()), np.unique(labels.cpu().numpy())):
-        # Classes of one image: there is nothing to hold out, so that the strength is judged on what it is fitted to.
-        kept = torch.ones_like(kept)
+
+    first = _labels(shown[0])
+    aside = shown[0].images.numpy()[balanced_subset(first, settings.held_out, seed)]
+    learnt = ~np.isin(images, aside)  # no view of a held-out image
+    if len(np.unique(labels[learnt])) < len(np.unique(labels)):
+        learnt[:] = True  # a class of one image: the strength is judged on what it is fitted to
+    judged = np.isin(images, aside)
+    judged[len(first) :] = False  # plain views, as in the end
+    on_device = torch.from_numpy(labels).to(device)
+    kept, held_out = (torch.from_numpy(mask).to(device) for mask in (learnt, judged))
     choice = choose_strength(
-        torch.cat([part[kept] for part in features]),
-        labels[kept].repeat(len(features)),
-        features[0][aside.to(device)],
-        labels[aside.to(device)],
+        features[kept],
+        on_device[kept],
+        features[held_out],
+        on_device[held_out],
         classes,
         settings.strengths,
         settings.iterations,
         progress,
     )
-    model = fit(
-        torch.cat(features), labels.repeat(len(features)), classes, choice.strength, settings.iterations, choice.model
-    )
+    model = fit(features, on_device, classes, choice.strength, settings.iterations, choice.model)
     return model, {"strength": choice.strength, "held_out_top1_by_strength": choice.tried}
+
+
+def _labels(seen: Embedding) -> np.ndarray:
+    assert seen.labels is not None
+    return seen.labels.numpy()

@@ -58,9 +58,11 @@ class LinearSettings:
     batch_size: int = 256
     """sgd: images in a step; all of them where there are fewer."""
     crop_scale: tuple[float, float] = (0.08, 1.0)
-    """sgd: share of the area that a random crop covers, as for supervised training on ImageNet."""
+    """Share of the area that a random crop covers, as for supervised training on ImageNet."""
     flips: bool = True
     """sgd: mirror every second view. lbfgs: train on every image and its mirror image."""
+    crops: int = 0
+    """lbfgs: train on so many random crops of every image, too: slower, and closer to sgd."""
     strengths: tuple[float, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5)
     """lbfgs: strengths of the L2 regularisation to choose from, relative to the mean loss on standardised features."""
     held_out: float = 0.1
@@ -69,8 +71,8 @@ class LinearSettings:
     """lbfgs: at most, for each strength."""
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or self.batch_size < 1 or self.iterations < 1:
-            raise UserError("linear: epochs, batch_size and iterations must be at least 1.")
+        if self.epochs < 1 or self.batch_size < 1 or self.iterations < 1 or self.crops < 0:
+            raise UserError("linear: epochs, batch_size and iterations must be at least 1, and crops not negative.")
         if not 0 < self.held_out < 1:
             raise UserError(f"linear: held_out is a share between 0 and 1; got {self.held_out}.")
         if not self.strengths or min(self.strengths) <= 0:
@@ -162,7 +164,9 @@ LINEAR_QUICK = LinearSettings(solver="lbfgs")
 SEMI_SUPERVISED_PAPER = SemiSupervisedSettings()
 SEMI_SUPERVISED_PAPER_V1 = replace(SEMI_SUPERVISED_PAPER, weight_decay=5e-4)
 # Small images lose too much in crops of 8% of their area, and small sets have too few steps in batches of 256.
-SEMI_SUPERVISED_QUICK = SemiSupervisedSettings(batch_size=64, crop_scale=(0.2, 1.0), baseline_epochs=40)
+SEMI_SUPERVISED_QUICK = SemiSupervisedSettings(
+    epochs=40, milestones=(24, 32), batch_size=64, crop_scale=(0.2, 1.0), baseline_epochs=80
+)
 
 SVM_PAPER = SvmSettings()
 SVM_QUICK = SvmSettings(train="train2012", test="val2012", costs=(0.05, 0.2, 0.8, 3.0, 12.0))

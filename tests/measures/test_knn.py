@@ -12,7 +12,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
 from co2.measures import knn
-from co2.measures.knn import knn_accuracy, knn_predict, nearest, neighbour_count
+from co2.measures.knn import knn_accuracies, knn_accuracy, knn_predict, nearest, neighbour_count
 
 CLASSES = 6
 Labelled = tuple[Tensor, Tensor]  # features [N, F] and labels [N]
@@ -70,6 +70,38 @@ def test_equals_a_loop_in_blocks_of_any_size(
         assert result.top1 == pytest.approx((expected[:, 0] == truth).double().mean().item())
         assert result.top5 == pytest.approx((expected[:, :5] == truth[:, None]).any(dim=1).double().mean().item())
         assert result.k == k
+
+
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_a_bank_in_blocks_gives_the_same_neighbours(
+    bank: Labelled, queries: Labelled, leave_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, truth = bank if leave_out else queries
+    expected = torch.tensor(loop(*bank, asked, 7, 0.1, leave_out))
+    rows = nearest(bank[0], asked, 7, exclude_self=leave_out)
+    for bank_rows, query_rows, elements in ((5, 13, 40), (50, 2**16, 1000), (119, 1, 1)):  # ragged, and smaller than k
+        monkeypatch.setattr(knn, "BANK_ROWS", bank_rows)
+        monkeypatch.setattr(knn, "QUERY_ROWS", query_rows)
+        monkeypatch.setattr(knn, "BLOCK_ELEMENTS", elements)
+        assert torch.equal(knn_predict(*bank, asked, classes=CLASSES, k=7, exclude_self=leave_out), expected)
+        assert torch.equal(nearest(bank[0], asked, 7, exclude_self=leave_out), rows)
+        result = knn_accuracy(*bank, asked, truth, classes=CLASSES, k=7, exclude_self=leave_out)
+        assert result.top1 == pytest.approx((expected[:, 0] == truth).double().mean().item())
+
+
+def test_several_k_from_one_search(bank: Labelled, queries: Labelled) -> None:
+    results = knn_accuracies(*bank, *queries, classes=CLASSES, ks=[1, 5, 60], temperature=0.2)
+    for k, result in zip([1, 5, 60], results, strict=True):
+        ranked = torch.tensor(loop(*bank, queries[0], k, 0.2, leave_out=False))
+        assert result.k == k  # exactly as many as asked for
+        assert result.top1 == pytest.approx((ranked[:, 0] == queries[1]).double().mean().item())
+
+
+def test_some_rows_of_the_bank_ask_all_others(bank: Labelled) -> None:
+    rows = torch.tensor([3, 40, 41, 119])
+    [some] = knn_accuracies(*bank, bank[0][rows], bank[1][rows], classes=CLASSES, ks=[3], own=rows)
+    ranked = torch.tensor(loop(*bank, bank[0], 3, 0.1, leave_out=True))[rows]
+    assert some.top1 == pytest.approx((ranked[:, 0] == bank[1][rows]).double().mean().item())
 
 
 def test_agrees_with_scikit_learn(bank: Labelled, queries: Labelled) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from co2.measures import label_free
-from co2.measures.label_free import alignment, effective_rank, mean_norm, uniformity
+from co2.measures.label_free import alignment, effective_rank, mean_norm, neighbour_agreement, uniformity
 
 
 def on_the_sphere(images: int, dimension: int, seed: int = 0) -> Tensor:
@@ -90,3 +90,29 @@ def test_features_of_a_diverged_run_give_not_a_number() -> None:
 def test_uniformity_needs_a_pair() -> None:
     with pytest.raises(ValueError, match="at least two"):
         uniformity(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("elements", [1, 2**24])
+def test_agreement_on_neighbours_by_brute_force(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(label_free, "BLOCK_ELEMENTS", elements)
+    bank = on_the_sphere(30, 5)
+    first = bank + 0.3 * on_the_sphere(30, 5, seed=1)
+    second = bank + 0.3 * on_the_sphere(30, 5, seed=2)
+    common = 0
+    for image in range(30):
+        near = []
+        for view in (first, second):
+            similarity = F.cosine_similarity(view[image], bank)
+            similarity[image] = -2  # itself
+            near.append(set(similarity.topk(4).indices.tolist()))
+        common += len(near[0] & near[1])
+    assert neighbour_agreement(first, second, bank, k=4) == pytest.approx(common / (30 * 4))
+
+
+def test_agreement_on_neighbours_of_the_same_and_of_unrelated_views() -> None:
+    bank = on_the_sphere(400, 16)
+    assert neighbour_agreement(bank, bank, bank, k=10) == 1
+    unrelated = neighbour_agreement(on_the_sphere(400, 16, seed=1), on_the_sphere(400, 16, seed=2), bank, k=10)
+    assert unrelated == pytest.approx(10 / 399, abs=0.01)
+    with pytest.raises(ValueError, match="same images"):
+        neighbour_agreement(bank, bank[:5], bank)

@@ -1,0 +1,312 @@
+"""`co2 evaluate`: a backbone and data in; named numbers, their records, and a table out.
+
+Nothing here imports torch before there is something to evaluate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from co2.errors import UserError
+from co2.evaluation.presets import PROTOCOLS, Preset, protocol_called, settings_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from co2.evaluation.protocol import Evaluation
+    from co2.evaluation.subject import Subject
+    from co2.evaluation.suite import Circumstances
+
+ALL = "all"
+RECORDS = "evaluation"  # folder for records, inside a run folder or beside it
+
+
+@dataclass(frozen=True)
+class Request:
+    """What all protocols are told."""
+
+    subject: Annotated[str, tyro.conf.Positional] = ""
+    """A run folder, a backbone.safetensors, a checkpoint of a run, an official MoCo checkpoint (.pth.tar),
+    torchvision/NAME or timm/NAME (with :DEFAULT for its published weights, which are then downloaded), or random."""
+    data: str = ""
+    """Images, as for `co2 pretrain`; with labels but for label-free. By default what the run folder was trained on."""
+    voc: str = ""
+    """A folder in PASCAL VOC's layout, for svm, detection and segmentation."""
+    protocol: Preset = "quick"
+    """The settings to start from: quick, for small data and short time, or paper."""
+    runs: int = 1
+    """How often, with consecutive seeds; the table has mean ± standard deviation."""
+    seed: int = 0
+    """Whatever is random follows from it."""
+    against: str = ""
+    """Another subject in the same table. `all` takes random, the same architecture with random weights, unless told
+    none."""
+    checkpoints: bool = False
+    """label-free: all checkpoints of the run, with their kNN accuracy and how well each measure follows it."""
+    view_size: int | None = None
+    """Side of the views in pixels; by default what the subject was trained with, or 224."""
+    out: str = ""
+    """Where records go: a .json file, or a folder. By default evaluation/ in the run folder, or here."""
+    device: str = "auto"
+    """cuda, cuda:1, cpu, or auto: the first GPU if there is one."""
+    workers: int = -1
+    """Processes that read images; -1 takes what the machine has."""
+    print: bool = False
+    """Only print the settings."""
+
+
+def run(words: list[str]) -> int:
+    """Carry out what comes after `co2 evaluate`."""
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if words[0].startswith("-"):
+        raise UserError(
+            "Name the protocol first: co2 evaluate PROTOCOL SUBJECT --data PATH. `co2 evaluate` lists them."
+        )
+    name = words[0]
+    request, settings = _parse(name, words[1:])
+    if request.print:
+        print(json.dumps(_settings_to_print(name, request.protocol, settings), indent=2))
+        return 0
+    if not request.subject:
+        raise UserError(f"Say what to evaluate: co2 evaluate {name} SUBJECT, for instance a run folder, or random.")
+    if request.checkpoints and name != "label-free":
+        raise UserError("--checkpoints is for label-free: co2 evaluate label-free RUN --checkpoints.")
+    _evaluate(name, request, settings, command=shlex.join(["co2", "evaluate", *words]))
+    return 0
+
+
+def _overview() -> str:
+    width = max(map(len, PROTOCOLS))
+    lines = [f"  {name:<{width}}  {protocol.summary}" for name, protocol in PROTOCOLS.items()]
+    return "\n".join(
+        [
+            "usage: co2 evaluate PROTOCOL SUBJECT --data PATH [--voc PATH] [--protocol paper|quick] [--runs N] ...",
+            "",
+            *lines,
+            f"  {ALL:<{width}}  every one that the data allow, with random weights beside it",
+            "",
+            "SUBJECT: a run folder, a backbone.safetensors, a MoCo checkpoint, torchvision/NAME, timm/NAME or random.",
+            "`co2 evaluate PROTOCOL --help` lists all settings; --print prints those of --protocol quick or paper.",
+        ]
+    )
+
+
+def _parse(name: str, words: list[str]) -> tuple[Request, Any]:
+    """The request and the protocol's settings: those of the preset, with what the command line changes."""
+    program = f"co2 evaluate {name}"
+    if name == ALL:
+        return tyro.cli(Request, args=words, prog=program, description="Everything that the data allow."), None
+    summary = protocol_called(name).summary
+    settings = settings_of(name, _preset_named(words))
+    together = dataclasses.make_dataclass(
+        "Evaluate",
+        [("request", Request), ("settings", type(settings), dataclasses.field(default=settings))],
+    )
+    parsed: Any = tyro.cli(
+        together, args=words, prog=program, description=f"{summary}.", config=(tyro.conf.OmitArgPrefixes,)
+    )
+    return parsed.request, parsed.settings
+
+
+def _preset_named(words: list[str]) -> Preset:
+    """Which preset the settings start from must be known before they are parsed."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "--protocol=paper" or (word == "--protocol" and following == "paper"):
+            return "paper"
+    return "quick"
+
+
+def _settings_to_print(name: str, preset: Preset, settings: Any) -> dict[str, Any]:
+    if name != ALL:
+        return dataclasses.asdict(settings)
+    return {protocol: dataclasses.asdict(settings_of(protocol, preset)) for protocol in PROTOCOLS}
+
+
+def _evaluate(name: str, request: Request, settings: Any, command: str) -> None:
+    from co2.evaluation import suite
+    from co2.evaluation.progress import shown
+    from co2.evaluation.subject import open_subject
+
+    if request.subject.endswith(":DEFAULT"):
+        print(f"{request.subject}: published weights, downloaded unless they are there already.", file=sys.stderr)
+    subject = open_subject(request.subject, view_size=request.view_size, seed=request.seed)
+    subjects = [subject]
+    against = request.against or ("random" if name == ALL and subject.drawn_from is None else "none")
+    if against != "none":
+        subjects.append(open_subject(against, view_size=request.view_size, like=subject, seed=request.seed))
+    records = _Records(request, command)
+    with shown() as progress:
+        circumstances = suite.circumstances_of(
+            subject,
+            data=request.data,
+            voc=request.voc,
+            runs=request.runs,
+            seed=request.seed,
+            device=request.device,
+            workers=request.workers,
+            progress=progress,
+        )
+        found: dict[tuple[str, str], list[Evaluation]] = {}
+        left_out: dict[str, str] = {}
+        followed: dict[str, float] = {}
+        if request.checkpoints:
+            found, followed = _checkpoints(request, settings, circumstances)
+            records.add(found["label-free", request.subject])
+        elif name == ALL:
+
+            def done(protocol: str, one: Subject, runs: list[Evaluation]) -> None:
+                records.add(runs)
+                progress.say(f"{protocol}  {one.name}  {_line(runs)}")
+
+            everything = suite.evaluate_all(subjects, request.protocol, circumstances, done)
+            found, left_out = everything.runs, everything.left_out
+        else:
+            for one in subjects:
+                found[name, one.name] = suite.evaluate_runs(name, one, settings, circumstances)
+                records.add(found[name, one.name])
+    if not found:
+        raise UserError("Nothing could be evaluated.\n" + "\n".join(f"  {key}: {why}" for key, why in left_out.items()))
+    if request.checkpoints:
+        _show(_table_of_checkpoints(found["label-free", request.subject], followed))
+    else:
+        _show(_table(found, [one.name for one in subjects]))
+    for protocol, why in left_out.items():
+        print(f"Left out: {protocol}. {why}")
+    print(f"Records: {records.finish(left_out, followed)}")
+
+
+def _checkpoints(
+    request: Request, settings: Any, circumstances: Circumstances
+) -> tuple[dict[tuple[str, str], list[Evaluation]], dict[str, float]]:
+    from co2.data.open import open_data
+    from co2.evaluation import label_free
+
+    if not circumstances.data:
+        raise UserError("label-free needs images: give --data, as for `co2 pretrain`.")
+    runs = label_free.evaluate_checkpoints(
+        request.subject,
+        open_data(circumstances.data),
+        settings,
+        device=circumstances.device,
+        seed=request.seed,
+        workers=circumstances.workers,
+        progress=circumstances.progress,
+    )
+    labelled = "knn_top1" in runs[0].numbers
+    return {("label-free", request.subject): runs}, label_free.correlations(runs) if labelled else {}
+
+
+class _Records:
+    """Writes every evaluation down as soon as it is there."""
+
+    def __init__(self, request: Request, command: str) -> None:
+        subject = Path(request.subject).expanduser()
+        default = subject / RECORDS if subject.is_dir() else Path(RECORDS)
+        self.out = Path(request.out) if request.out else default
+        self.single_file = self.out.suffix == ".json"
+        self.command = command
+        self.evaluations: list[Evaluation] = []
+        try:
+            (self.out.parent if self.single_file else self.out).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"Records cannot be written to {self.out}: {error.strerror}. Give another --out.") from None
+
+    def add(self, evaluations: Sequence[Evaluation]) -> None:
+        """One file for each, or all of them in the one that was asked for."""
+        from co2.evaluation.protocol import write_json
+
+        for evaluation in evaluations:
+            made = evaluation.details.get("made_with", {}) | {"command": self.command}
+            evaluation = dataclasses.replace(evaluation, details=evaluation.details | {"made_with": made})
+            self.evaluations.append(evaluation)
+            if not self.single_file:
+                who = re.sub(r"[^\w.]+", "-", evaluation.subject).strip("-")
+                evaluation.write(self.out / f"{evaluation.protocol}-{who}-s{evaluation.settings.get('seed', 0)}.json")
+        if self.single_file:
+            records = [dataclasses.asdict(one) for one in self.evaluations]
+            write_json(self.out, records[0] if len(records) == 1 else records)
+
+    def finish(self, left_out: Mapping[str, str], followed: Mapping[str, float]) -> Path:
+        """The table as a file, beside the records."""
+        from co2.evaluation.protocol import spread_over_runs, write_json
+
+        if self.single_file:
+            return self.out
+        groups: dict[tuple[str, str], list[Evaluation]] = {}
+        for evaluation in self.evaluations:
+            groups.setdefault((evaluation.protocol, evaluation.subject), []).append(evaluation)
+        rows = [
+            {
+                "protocol": protocol,
+                "subject": subject,
+                "runs": len(runs),
+                "numbers": {name: dataclasses.asdict(one) for name, one in spread_over_runs(runs).items()},
+            }
+            for (protocol, subject), runs in groups.items()
+        ]
+        summary: dict[str, Any] = {"command": self.command, "results": rows, "left_out": dict(left_out)}
+        if followed:
+            summary["rank_correlation_with_knn"] = dict(followed)
+        protocols = sorted({protocol for protocol, _ in groups})
+        name = f"summary-{protocols[0]}.json" if len(protocols) == 1 else "summary.json"
+        write_json(self.out / name, summary)
+        return self.out
+
+
+def _line(runs: Sequence[Evaluation]) -> str:
+    from co2.evaluation.protocol import spread_over_runs
+
+    return "  ".join(f"{name} {number}" for name, number in spread_over_runs(runs).items())
+
+
+def _table(found: Mapping[tuple[str, str], Sequence[Evaluation]], subjects: Sequence[str]) -> Table:
+    """A column for each subject, a row for each number of each protocol."""
+    from rich.table import Table
+
+    from co2.evaluation.protocol import spread_over_runs
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("protocol")
+    table.add_column("number")
+    for subject in subjects:
+        table.add_column(subject, justify="right", overflow="fold")
+    for protocol in dict.fromkeys(protocol for protocol, _ in found):
+        spreads = {one: spread_over_runs(found[protocol, one]) for one in subjects if (protocol, one) in found}
+        for row, number in enumerate(next(iter(spreads.values()))):
+            values = [str(spreads[one][number]) if one in spreads else "" for one in subjects]
+            table.add_row(protocol if row == 0 else "", number, *values)
+    return table
+
+
+def _table_of_checkpoints(runs: Sequence[Evaluation], followed: Mapping[str, float]) -> Table:
+    """A row for each checkpoint, and under them how well each measure follows kNN accuracy."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("checkpoint")
+    for name in runs[0].numbers:
+        table.add_column(name, justify="right")
+    for one in runs:
+        table.add_row(Path(one.subject).stem, *(f"{value:.3f}" for value in one.numbers.values()))
+    if followed:
+        values = [f"{followed[name]:+.2f}" if name in followed else "" for name in runs[0].numbers]
+        table.add_row("rank correlation with kNN", *values, style="bold")
+    return table
+
+
+def _show(table: Table) -> None:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 180).print(table)

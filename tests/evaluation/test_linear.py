@@ -1,0 +1,184 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+
+import co2
+from co2.data.open import open_data
+from co2.data.source import ArraySource
+from co2.evaluation import linear
+from co2.evaluation.features import embed
+from co2.evaluation.labels import accuracies, balanced_subset, labelled_split
+from co2.evaluation.linear import PAPER, QUICK, evaluate
+from co2.evaluation.regression import choose_strength, fit
+from co2.evaluation.subject import Subject
+
+SHORT = dataclasses.replace(PAPER, epochs=6, milestones=(4, 5), learning_rate=0.1, batch_size=64, crop_scale=(0.5, 1.0))
+
+
+@pytest.fixture(scope="module")
+def shapes():
+    return open_data("shapes:300:32")
+
+
+def test_the_papers_numbers():
+    # Appendix, "Linear Classification".
+    assert (PAPER.solver, PAPER.epochs, PAPER.learning_rate) == ("sgd", 100, 15)
+    assert (PAPER.milestones, PAPER.decay) == ((60, 80), 0.1)
+    assert (PAPER.momentum, PAPER.weight_decay, PAPER.batch_size) == (0.9, 0, 256)
+    assert (PAPER.crop_scale, PAPER.flips) == ((0.08, 1.0), True)
+
+
+def test_the_quick_solve_reads_more_off_a_pretrained_backbone(pretrained, untrained, shapes):
+    learnt, not_learnt = (evaluate(subject, shapes, QUICK).numbers for subject in (pretrained, untrained))
+    assert learnt["top1"] > not_learnt["top1"] + 5
+    assert learnt["top1"] > 30  # of ten classes
+    assert learnt["top5"] > learnt["top1"]
+
+
+def test_sgd_reads_more_off_a_pretrained_backbone(pretrained, untrained, shapes):
+    result = evaluate(pretrained, shapes, SHORT)
+    assert result.numbers["top1"] > evaluate(untrained, shapes, SHORT).numbers["top1"] + 3
+    assert result.details["loss_by_epoch"][-1] < result.details["loss_by_epoch"][0]
+    assert result.settings["epochs"] == 6
+    assert evaluate(pretrained, shapes, SHORT) == result  # repeats exactly under its seed
+    assert evaluate(pretrained, shapes, SHORT, seed=1).numbers != result.numbers
+
+
+@pytest.mark.parametrize("settings", [SHORT, dataclasses.replace(QUICK, crops=1)], ids=["sgd", "lbfgs"])
+def test_the_backbone_is_bit_identical_before_and_after(pretrained, shapes, settings, monkeypatch):
+    backbone = pretrained.build().train()  # in training mode, to see that it is not left to chance
+    before = {key: value.clone() for key, value in backbone.state_dict().items()}
+    monkeypatch.setattr(Subject, "build", lambda self, classes=0: backbone)
+    evaluate(pretrained, shapes, settings)
+    after = backbone.state_dict()
+    assert any("running_mean" in key for key in after)
+    assert any("num_batches_tracked" in key for key in after)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert all(parameter.grad is None for parameter in backbone.parameters())
+
+
+def test_the_learning_rate_drops_where_it_should(pretrained, monkeypatch):
+    seen = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure=None):
+            group = self.param_groups[0]
+            seen.append((group["lr"], group["momentum"], group["weight_decay"], len(self.param_groups)))
+            assert sum(parameter.numel() for parameter in group["params"]) == 128 * 10 + 10  # one linear layer
+            return super().step(closure)
+
+    monkeypatch.setattr(torch.optim, "SGD", Watched)
+    evaluate(pretrained, open_data("shapes:40:32"), dataclasses.replace(PAPER, epochs=5, milestones=(2, 4)))
+    rates = [15, 15, 1.5, 1.5, 0.15]  # a step in each epoch: there are fewer images than fit into a batch
+    assert [lr for lr, *_ in seen] == pytest.approx(rates)
+    assert {rest for _, *rest in map(list, seen) for rest in [tuple(rest)]} == {(0.9, 0, 1)}
+
+
+def clouds(images, classes, width, seed):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(images) % classes
+    centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(0))
+    scales = torch.logspace(-1, 1, width)  # features of very different size
+    return (centres[labels] + torch.randn(images, width, generator=generator)) * scales + 3, labels
+
+
+@pytest.mark.parametrize("strength", [0.3, 0.01, 1e-3])
+def test_the_solution_is_scikit_learns(strength):
+    features, labels = clouds(400, 5, 12, seed=1)
+    features[:, 3] = 7.0  # a constant feature, which tells nothing
+    ours = fit(features, labels, 5, strength)
+    deviation = features.std(dim=0, correction=0)
+    deviation[3] = 1
+    standardised = ((features - features.mean(dim=0)) / deviation).numpy()
+    theirs = LogisticRegression(C=1 / (strength * len(labels)), tol=1e-8, max_iter=5000).fit(
+        standardised, labels.numpy()
+    )
+    np.testing.assert_allclose(ours.weight.numpy(), theirs.coef_, atol=5e-3)
+    expected = theirs.predict_proba(standardised)
+    np.testing.assert_allclose(ours(features).softmax(dim=1).numpy(), expected, atol=3e-3)
+
+
+def test_the_solution_does_not_depend_on_blocks_or_the_start(monkeypatch):
+    from co2.evaluation import regression
+
+    features, labels = clouds(200, 4, 6, seed=2)
+    whole = fit(features, labels, 4, 0.05)
+    monkeypatch.setattr(regression, "_BLOCK_ELEMENTS", 4 * 33)  # rows: 33, ragged at the end
+    torch.testing.assert_close(fit(features, labels, 4, 0.05).weight, whole.weight, atol=1e-3, rtol=1e-2)
+    far = fit(features, labels, 4, 1e-3)
+    torch.testing.assert_close(fit(features, labels, 4, 0.05, start=far).weight, whole.weight, atol=2e-3, rtol=1e-2)
+
+
+def test_the_strength_is_chosen_on_held_out_images():
+    # More directions than images: hardly regularised, the noise is learnt by heart.
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(120) % 2
+    signal = (2.0 * labels - 1)[:, None] * 0.7
+    features = torch.cat([signal, torch.zeros(120, 200)], dim=1) + torch.randn(120, 201, generator=generator)
+    choice = choose_strength(features[:60], labels[:60], features[60:], labels[60:], 2, (3.0, 1.0, 0.1, 1e-5), 200)
+    assert choice.tried[f"{choice.strength:g}"] == max(choice.tried.values())
+    assert choice.strength > 1e-5
+
+
+def test_a_class_of_one_image_can_be_learnt(pretrained):
+    data = open_data("shapes:60:32")
+    labels = data.bank.labels
+    one_of_the_first_class = [np.flatnonzero(labels == 0)[0], *np.flatnonzero(labels != 0)]
+    result = evaluate(pretrained, dataclasses.replace(data, bank=data.bank.subset(one_of_the_first_class)))
+    assert result.details["train_images"] == len(one_of_the_first_class)
+
+
+def test_without_a_held_out_part_a_fifth_is_put_aside(pretrained):
+    data = dataclasses.replace(open_data("shapes:100:32"), test=None)
+    result = evaluate(pretrained, data)
+    assert result.details["held_out_by_seed"] is True
+    assert result.details["train_images"] + result.details["test_images"] == 100
+    split = labelled_split(data, "linear", seed=0)
+    shown = {split.train.describe(index) for index in range(len(split.train))}
+    assert not shown & {split.test.describe(index) for index in range(len(split.test))}
+    assert len(np.unique(split.test_labels)) == 10
+
+
+def test_balanced_subsets():
+    labels = np.repeat(np.arange(5), [1000, 200, 30, 1, 0][:5])
+    chosen = balanced_subset(labels, 0.01, seed=3)
+    assert np.bincount(labels[chosen]).tolist() == [10, 2, 1, 1]  # at least one of each that there is
+    assert np.array_equal(chosen, balanced_subset(labels, 0.01, seed=3))
+    assert not np.array_equal(chosen, balanced_subset(labels, 0.01, seed=4))
+    assert set(chosen) <= set(balanced_subset(labels, 0.1, seed=3))
+    assert np.array_equal(balanced_subset(labels, 1.0, seed=0), np.arange(len(labels)))
+
+
+def test_accuracies_by_hand():
+    ranked = np.array([[0, 1, 2, 3, 4], [1, 0, 2, 3, 4], [5, 4, 3, 2, 1], [1, 2, 3, 4, 5]])
+    assert accuracies(ranked, np.array([0, 0, 0, 2])) == {"top1": 25.0, "top5": 75.0}
+
+
+def test_a_hopeless_learning_rate_is_told_plainly(pretrained, shapes):
+    with pytest.raises(co2.UserError, match=r"diverged.*lower --learning-rate"):
+        evaluate(pretrained, shapes, dataclasses.replace(SHORT, learning_rate=1e38))
+
+
+def test_bad_data_is_told_plainly(pretrained):
+    data = open_data("shapes:20:32")
+    with pytest.raises(co2.UserError, match=r"linear needs labels.*train/CLASS"):
+        evaluate(pretrained, dataclasses.replace(data, bank=None))
+    of_one = np.flatnonzero(data.bank.labels == 2)
+    with pytest.raises(co2.UserError, match="single class"):
+        evaluate(pretrained, dataclasses.replace(data, bank=data.bank.subset(of_one), test=None))
+    not_nine = np.flatnonzero(data.bank.labels != 9)
+    with pytest.raises(co2.UserError, match=rf"held-out images of '{data.bank.classes[9]}', but none to learn from"):
+        evaluate(pretrained, dataclasses.replace(data, bank=data.bank.subset(not_nine)))
+    with pytest.raises(co2.UserError, match="held_out"):
+        linear.LinearSettings(held_out=1.5)
+
+
+def test_features_of_wide_images_are_those_of_their_centre(pretrained):
+    # At evaluation an image is resized and its centre cut out: what is left and right of it must not matter.
+    pixels = np.random.default_rng(0).integers(0, 255, (2, 3, 32, 96), dtype=np.uint8)
+    pixels[1, :, :, 32:64] = pixels[0, :, :, 32:64]
+    features = embed(pretrained.build(), ArraySource("wide", pixels), pretrained.views).features
+    torch.testing.assert_close(features[0], features[1])

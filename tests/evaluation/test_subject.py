@@ -1,0 +1,181 @@
+"""Every name that a person has for a backbone, and what is said about those that are none."""
+
+import pickle
+
+import pytest
+import torch
+import torchvision
+from safetensors.torch import save_file
+
+import co2
+from co2.checkpoint import checkpoints, read_checkpoint
+from co2.encoders.backbones import build_backbone
+from co2.evaluation.subject import open_subject
+from co2.views.specification import Augmentation
+
+
+def moco_checkpoint(path, head, architecture="resnet18", **changes):
+    """What main_moco.py writes, with the two encoders, the queue and an optimiser."""
+    state = {}
+    for encoder in ("encoder_q", "encoder_k"):
+        model = torchvision.models.get_model(architecture, num_classes=128)
+        if head == "mlp":  # MoCo v2
+            model.fc = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), model.fc)
+        state |= {f"module.{encoder}.{key}": value for key, value in model.state_dict().items()}
+    state |= {"module.queue": torch.randn(128, 64), "module.queue_ptr": torch.zeros(1, dtype=torch.long)}
+    torch.save({"epoch": 200, "arch": architecture, "state_dict": state, "optimizer": {}} | changes, path)
+    return state
+
+
+def test_a_run_folder_its_backbone_and_its_checkpoint_are_the_same(pretrained_run):
+    names = [pretrained_run, pretrained_run / "backbone.safetensors", checkpoints(pretrained_run)[-1]]
+    folder, file, checkpoint = (open_subject(str(name)) for name in names)
+    state = read_checkpoint(names[2])
+    assert checkpoint.steps == state["step"]
+    for other in (file, checkpoint):
+        assert (other.backbone, other.stem, other.view_size) == (folder.backbone, folder.stem, folder.view_size)
+        assert other.weights.keys() == folder.weights.keys()
+        assert all(torch.equal(other.weights[key], folder.weights[key]) for key in folder.weights)
+    assert folder.name == str(pretrained_run)
+    assert (folder.mean, folder.std) == (Augmentation.mean, Augmentation.std)
+
+
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_official_moco_checkpoints(tmp_path, head):
+    path = tmp_path / "moco_200ep.pth.tar"
+    state = moco_checkpoint(path, head)
+    subject = open_subject(str(path))
+    assert (subject.backbone, subject.width, subject.view_size) == ("torchvision/resnet18", 512, 224)
+    assert torch.equal(subject.weights["layer4.1.conv2.weight"], state["module.encoder_q.layer4.1.conv2.weight"])
+    # What the authors' main_lincls.py would compute: the plain ResNet with the query encoder's weights.
+    plain = torchvision.models.resnet18()
+    plain.load_state_dict(dict(subject.weights), strict=False)
+    plain.fc = torch.nn.Identity()
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(subject.build().eval()(images), plain.eval()(images))
+
+
+def test_a_checkpoint_of_another_architecture_names_the_keys(tmp_path):
+    path = tmp_path / "moco.pth.tar"
+    moco_checkpoint(path, "linear", arch="resnet34")
+    with pytest.raises(co2.UserError, match=r"not those of torchvision/resnet34.*missing: layer1\.2\.conv1\.weight"):
+        open_subject(str(path))
+    wide = build_backbone("torchvision/resnet18").state_dict()
+    wide["conv1.weight"] = torch.randn(64, 3, 3, 3)
+    wide["extra.weight"] = torch.randn(1)
+    described = {"backbone": "torchvision/resnet18", "stem": "standard", "view_size": "64"}
+    described |= {"mean": "[0.5, 0.5, 0.5]", "std": "[0.5, 0.5, 0.5]"}
+    save_file(wide, tmp_path / "backbone.safetensors", metadata=described)
+    with pytest.raises(co2.UserError, match=r"unknown to it: extra\.weight.*conv1\.weight \(64, 3, 3, 3\) instead of"):
+        open_subject(str(tmp_path / "backbone.safetensors"))
+
+
+def test_files_that_could_run_code_are_refused(tmp_path):
+    class Surprise:
+        def __reduce__(self):
+            return (print, ("executed",))
+
+    path = tmp_path / "evil.pth.tar"
+    moco_checkpoint(path, "linear", surprise=Surprise())
+    with pytest.raises(co2.UserError, match=r"more than tensors.*refused"):
+        open_subject(str(path))
+    path.write_bytes(pickle.dumps({"state_dict": {}}, protocol=2) + b"rest")
+    with pytest.raises(co2.UserError, match="evil"):
+        open_subject(str(path))
+    path.write_bytes(b"no checkpoint at all")
+    with pytest.raises(co2.UserError, match="evil"):
+        open_subject(str(path))
+
+
+def test_checkpoints_of_something_else_are_told_plainly(tmp_path):
+    path = tmp_path / "other.pth"
+    torch.save({"state_dict": {"module.fc.weight": torch.ones(1)}}, path)
+    with pytest.raises(co2.UserError, match=r"no query encoder.*module\.fc\.weight"):
+        open_subject(str(path))
+    torch.save({"model": {}}, path)
+    with pytest.raises(co2.UserError, match="it has model"):
+        open_subject(str(path))
+    torch.save([1, 2], path)
+    with pytest.raises(co2.UserError, match="holds a list"):
+        open_subject(str(path))
+
+
+def test_random_weights_are_a_function_of_the_seed(pretrained):
+    first, again, other = (open_subject("random:torchvision/resnet18", seed=seed, view_size=32) for seed in (1, 1, 2))
+    key = "layer1.0.conv1.weight"
+    assert torch.equal(first.weights[key], again.weights[key])
+    assert not torch.equal(first.weights[key], other.weights[key])
+    assert (first.drawn_from, other.drawn_from) == (1, 2)
+    like = open_subject("random", like=pretrained, seed=3)
+    assert (like.name, like.backbone, like.stem) == ("random", pretrained.backbone, pretrained.stem)
+    assert like.view_size == pretrained.view_size
+    assert not torch.equal(like.weights["conv1.weight"], pretrained.weights["conv1.weight"])
+    assert pretrained.drawn_from is None
+
+
+def test_model_names(monkeypatch):
+    assert open_subject("torchvision/resnet18").view_size == 224
+    small = open_subject("timm/resnet10t", view_size=64)
+    assert (small.view_size, small.width) == (64, 512)
+    with pytest.raises(co2.UserError, match="resnet18"):
+        open_subject("torchvision/resnet19")
+    with pytest.raises(co2.UserError, match=r"no weights 'DEFUALT'.*Did you mean 'DEFAULT'"):
+        open_subject("torchvision/resnet18:DEFUALT")
+    with pytest.raises(co2.UserError, match="There is no 'runs/nowhere'"):
+        open_subject("runs/nowhere")
+
+
+def test_published_weights_are_taken_from_torchvision(monkeypatch):
+    published = torchvision.models.resnet18().state_dict()
+    weights = torchvision.models.ResNet18_Weights.DEFAULT
+    monkeypatch.setattr(type(weights), "get_state_dict", lambda *_, **__: published)
+    subject = open_subject("torchvision/resnet18:DEFAULT")
+    assert "fc.weight" not in subject.weights
+    assert torch.equal(subject.weights["conv1.weight"], published["conv1.weight"])
+    assert (subject.view_size, subject.mean, subject.drawn_from) == (224, (0.485, 0.456, 0.406), None)
+
+    def offline(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(type(weights), "get_state_dict", offline)
+    with pytest.raises(co2.UserError, match=r"cannot be downloaded.*no network"):
+        open_subject("torchvision/resnet18:DEFAULT")
+
+
+def test_modules_are_new_and_the_subject_stays_as_it_is(pretrained):
+    first, second = pretrained.build(), pretrained.build(classes=7)
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.zero_()
+    assert pretrained.weights["conv1.weight"].abs().sum() > 0
+    assert torch.equal(second.conv1.weight, pretrained.weights["conv1.weight"])
+    assert second(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+    assert pretrained.width == 128
+
+
+def test_only_resnets_are_taken_apart(pretrained):
+    spatial = pretrained.spatial()
+    assert torch.equal(spatial.layer4[0].conv1.weight, pretrained.weights["layer4.0.conv1.weight"])
+    with pytest.raises(co2.UserError, match="Evaluate it by knn"):
+        open_subject("torchvision/squeezenet1_1", view_size=64).spatial()
+
+
+def test_a_stem_keeps_its_stride_at_another_view_size(tmp_path):
+    described = {"backbone": "torchvision/resnet18", "stem": "small", "view_size": "32"}
+    described |= {"mean": "[0.5, 0.5, 0.5]", "std": "[0.5, 0.5, 0.5]"}
+    save_file(
+        build_backbone("torchvision/resnet18", "small", 32).state_dict(),
+        tmp_path / "backbone.safetensors",
+        metadata=described,
+    )
+    subject = open_subject(str(tmp_path), view_size=64)  # a folder with a backbone in it
+    assert subject.view_size == 64
+    assert subject.build().conv1.stride == (1, 1)
+    assert subject.mean == (0.5, 0.5, 0.5)
+
+
+def test_training_views_are_crops_and_flips_alone(pretrained):
+    views = pretrained.views
+    assert (views.jitter_probability, views.grey_probability, views.blur_probability) == (0, 0, 0)
+    assert (views.flip_probability, views.size) == (0.5, pretrained.view_size)
