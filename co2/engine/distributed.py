@@ -11,6 +11,7 @@ as errors, requests to stop and checkpoints, take gloo, which has patience and d
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -56,10 +57,13 @@ class Processes:
 
     def use(self, device: torch.device) -> None:
         """Exchange tensors of the training step on this device from now on."""
-        if self.count > 1:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            self.fast_group = dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD
+        if self.count == 1:
+            return
+        if len(set(self._everyone(device.type))) > 1:
+            raise SharedError("Some processes have a GPU and others have none. Use --device cpu for all, or GPUs.", 2)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.fast_group = dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD
 
     # What the processes tell each other.
 
@@ -150,7 +154,7 @@ class Processes:
         layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
         buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var) if b is not None]
         if buffers:
-            flat = self.mean(torch.cat([buffer.float() for buffer in buffers]))
+            flat = self.mean(torch.cat(buffers))
             for buffer, mean in zip(buffers, flat.split([len(buffer) for buffer in buffers]), strict=True):
                 buffer.copy_(mean)
 
@@ -275,12 +279,14 @@ class _Whole(torch.autograd.Function):
 
 @contextmanager
 def join_processes() -> Iterator[Processes]:
-    """The processes that were launched together, connected while the block runs; without a launcher, this one."""
+    """The processes that were launched together; without a launcher, this one alone."""
     launch = read_launch()
     if launch.count == 1:
         yield ALONE
         return
-    dist.init_process_group("gloo", timeout=PATIENCE)
+    if not dist.is_initialized():  # once and for all: a second time, old addresses would still be where new ones belong
+        dist.init_process_group("gloo", timeout=PATIENCE)
+        atexit.register(dist.destroy_process_group)
     try:
         yield Processes(launch)
     except SharedError:
@@ -297,8 +303,6 @@ def join_processes() -> Iterator[Processes]:
             "is above, if it had time for one. Nothing is lost but the steps since the last checkpoint: go on with "
             "--resume."
         ) from error
-    finally:
-        dist.destroy_process_group()
 
 
 class SharedError(UserError):

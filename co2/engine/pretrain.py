@@ -67,7 +67,7 @@ def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str
         splits = processes.each(lambda: open_data(experiment.data))
         processes.use(device)
         images = processes.joined([len(splits.train)])  # for each process
-        processes.first(lambda: _check_sizes(experiment, images))
+        processes.first(lambda: check_sizes(experiment, images))
         processes.first(lambda: claimed.enter_context(claim_folder(run, experiment)))
         with _explained(run):
             Run(experiment, splits, device, run, processes).execute()
@@ -102,7 +102,8 @@ def choose_device(name: str, launch: Launch = ALONE.launch) -> torch.device:
     return device
 
 
-def _check_sizes(experiment: Experiment, images_of_each_process: list[int]) -> None:
+def check_sizes(experiment: Experiment, images_of_each_process: list[int]) -> None:
+    """Whether the images make up batches that the processes can share out."""
     processes, images = len(images_of_each_process), images_of_each_process[0]
     if images != min(images_of_each_process) or images != max(images_of_each_process):
         raise UserError(
@@ -425,8 +426,9 @@ def _stop_requests() -> Iterator[list[int]]:
         return
 
     def request(number: int, frame: FrameType | None) -> None:
-        if requests:  # asked twice: the user does not want to wait
+        if requests and number == signal.SIGINT:  # Ctrl-C twice: the user does not want to wait
             raise KeyboardInterrupt
+        # SIGTERM often comes twice, from a cluster and from its launcher.
         requests.append(number)
 
     previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
