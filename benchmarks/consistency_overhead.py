@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import statistics
 import subprocess
@@ -70,14 +71,13 @@ def make_step(setting: Setting, backend: str, compiled: bool) -> Callable[[float
     shape = (setting.rows, 3, setting.pixels, setting.pixels)
     views = [torch.randn(shape, device="cuda").contiguous(memory_format=torch.channels_last) for _ in range(2)]
     pairs = list(zip(key_encoder.parameters(), query_encoder.parameters(), strict=True))
-    start = 0
+    places = torch.arange(setting.rows, device="cuda")  # [B] where the next keys go, kept on the device for the graph
 
     def embed(encoder: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return F.normalize(encoder(images).float(), dim=1)
 
     def step(alpha: float) -> None:
-        nonlocal start
         query = embed(encode_query, views[0])
         with torch.no_grad():
             torch._foreach_lerp_([key for key, _ in pairs], [query for _, query in pairs], 0.001)
@@ -93,24 +93,35 @@ def make_step(setting: Setting, backend: str, compiled: bool) -> Callable[[float
         optimiser.zero_grad()
         loss.mean().backward()
         optimiser.step()
-        queue[start : start + setting.rows] = key
-        start = (start + setting.rows) % setting.negatives
+        queue.index_copy_(0, places, key)
+        places.add_(setting.rows).remainder_(setting.negatives)
 
     return step
 
 
-def compare(setting: Setting, backend: str, compiled: bool, turns: int, steps: int) -> dict[str, Any]:
-    step = make_step(setting, backend, compiled)
-    for alpha in (0.0, 0.3) * 5:
+def captured(step: Callable[[float], None], alpha: float) -> Callable[[], None]:
+    """The step as one CUDA graph: the device's own time, whatever Python needs to launch it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         step(alpha)
+    return graph.replay
+
+
+def compare(setting: Setting, backend: str, compiled: bool, graph: bool, turns: int, steps: int) -> dict[str, Any]:
+    step = make_step(setting, backend, compiled)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # a graph is captured away from the default stream, so warm up there too
+        for alpha in (0.0, 0.3) * 5:
+            step(alpha)
     torch.cuda.synchronize()
+    run = {alpha: captured(step, alpha) if graph else functools.partial(step, alpha) for alpha in (0.0, 0.3)}
     taken: dict[float, list[float]] = {0.0: [], 0.3: []}
     for turn in range(turns):
         for alpha in (0.0, 0.3) if turn % 2 == 0 else (0.3, 0.0):  # neither kind is always the second
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             for _ in range(steps):
-                step(alpha)
+                run[alpha]()
             end.record()
             end.synchronize()
             taken[alpha].append(begin.elapsed_time(end) / steps)
@@ -119,6 +130,7 @@ def compare(setting: Setting, backend: str, compiled: bool, turns: int, steps: i
     return {
         "backend": backend,
         "compiled_encoder": compiled,
+        "cuda_graph": graph,
         "infonce_ms": alone,
         "with_consistency_ms": both,
         "overhead": both / alone - 1,
@@ -136,6 +148,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--backends", nargs="+", default=["fused", "reference"], choices=["fused", "reference"])
     parser.add_argument("--compile", action="store_true", help="compile the encoders, for the shortest step")
+    parser.add_argument("--graph", action="store_true", help="replay the step as a CUDA graph, free of launch noise")
     parser.add_argument("--turns", type=int, default=16, help="how often each kind of step has its turn")
     parser.add_argument("--steps", type=int, default=8, help="steps in a turn")
     parser.add_argument("--out", type=Path, help="folder for the record")
@@ -155,7 +168,7 @@ def main() -> None:
         setting = SETTINGS[name]
         for backend in asked.backends:
             found = {"setting": name, "bound": setting.bound}
-            found.update(compare(setting, backend, asked.compile, asked.turns, asked.steps))
+            found.update(compare(setting, backend, asked.compile, asked.graph, asked.turns, asked.steps))
             record["results"].append(found)
             print(
                 f"{name:13} {backend:10} InfoNCE {found['infonce_ms']:.3f} ms, with consistency "

@@ -256,6 +256,45 @@ def _evaluate(words: list[str]) -> int:
     return run(words)
 
 
+def _bench(words: list[str]) -> int:
+    kinds = ("loss",)
+    if not words or words[0] in ("-h", "--help"):
+        print(
+            "usage: co2 bench loss [--rows B ...] [--negatives K ...] [--backends ...] [--out DIR]\n\n"
+            "  loss   time and memory of the objective: fused, compiled and plain (needs a CUDA GPU)"
+        )
+        return 0
+    if words[0] not in kinds:
+        raise UserError(f"There is no command 'bench {words[0]}'.{did_you_mean(words[0], kinds)} Use `co2 bench loss`.")
+
+    from co2.bench.loss import LossBenchmark, run
+
+    run(tyro.cli(LossBenchmark, args=words[1:], prog="co2 bench loss"))
+    return 0
+
+
+@dataclass(frozen=True)
+class ReportSettings:
+    """Compare run folders on one self-contained HTML page: curves, outcomes, and what differs in their settings."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Run folders, as `co2 pretrain --out` writes them."""
+    out: str = "report.html"
+    """The page to write."""
+
+
+def _report(words: list[str]) -> int:
+    settings = tyro.cli(ReportSettings, args=words, prog="co2 report")
+    if not settings.runs:
+        raise UserError("Name at least one run folder: co2 report runs/mine [runs/other ...] --out report.html")
+
+    from co2.report.page import report_runs
+
+    page = report_runs(settings.runs, settings.out)
+    print(f"Wrote {page.resolve().as_uri()}")
+    return 0
+
+
 @dataclass(frozen=True)
 class Command:
     """A word after `co2`."""
@@ -270,6 +309,8 @@ COMMANDS: dict[str, Command] = {
     "recipes": Command("recipes [NAME]", "what each recipe is, in a table; or all settings of one", _recipes),
     "demo": Command("demo", "MoCo and MoCo + CO2 side by side, in minutes, on any computer", _demo),
     "evaluate": Command("evaluate PROTOCOL", "how good a backbone is, by the paper's protocols and others", _evaluate),
+    "report": Command("report RUN ...", "run folders on one page: curves, outcomes, what differs", _report),
+    "bench": Command("bench loss", "how fast the objective is on your GPU", _bench),
     "data": Command("data shapes|shard", "write pictures to try things on, or any images as tar shards", _data),
 }
 

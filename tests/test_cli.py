@@ -32,7 +32,7 @@ SMALL = ["--views.size", "16", "--batch-size", "16", "--epochs", "1", "--device"
 
 def test_help_names_every_command():
     text = run("--help").stdout
-    for command in ("pretrain", "recipes", "demo", "data"):
+    for command in ("pretrain", "recipes", "demo", "evaluate", "report", "bench", "data"):
         assert command in text
 
 
@@ -110,3 +110,21 @@ def test_data_shapes_writes_trees_that_torchvision_reads(tmp_path, layout):
         images = torchvision.datasets.VOCDetection(root, year="2012", image_set="trainval", download=False)
         assert len(images) == 30
     assert "not empty" in refused("data", "shapes", tmp_path / "out", "--layout", layout)
+
+
+def test_report_makes_a_page_of_any_runs(tmp_path):
+    words = ["pretrain", "demo-moco", "--data", "shapes:40:16", *SMALL]
+    for name in ("one", "two"):
+        assert run(*words, "--out", tmp_path / name).returncode == 0
+    result = run("report", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "page.html")
+    assert result.returncode == 0, result.stderr
+    assert "<svg" in (tmp_path / "page.html").read_text()
+    assert (tmp_path / "page.html").as_uri() in result.stdout
+    assert "run folder" in refused("report", tmp_path)
+    assert "at least one run folder" in refused("report")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_bench_needs_a_gpu_and_says_so(tmp_path):
+    assert "GPU" in refused("bench", "loss", "--out", tmp_path)
+    assert "Did you mean 'loss'" in refused("bench", "los")

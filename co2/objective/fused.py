@@ -37,6 +37,13 @@ float16 (precision="fast", the default) or kept in float32 (precision="full", wi
 TF32's ten bits of mantissa at twice the rate and half the traffic. What it lacks is range, which unit rows do not need:
 no element exceeds 1, and one below 2^-14 loses at most 2^-25 of a row of length 1. bfloat16 rows lose nothing else.
 The weights G and H are scaled by a bound of their size before they are rounded, and the product is scaled back.
+Measured against float64 at B = 256, K = 65,536, D = 128, τ = 0.2, σ = 0.05 on an H200 (relative errors; results/contrast):
+
+                                     L_ins    L_con    gradient of L_ins   gradient of L_con
+    fused, "fast"                    9e-7     9e-5     8e-6                5e-4
+    reference with TF32 products     9e-7     9e-5     8e-6                5e-4
+    fused, "full"                    8e-8     8e-8     5e-8                8e-7
+    reference in float32             6e-8     6e-8     5e-8                3e-7
 
 Contract. Rows have length 1 (CO2_DEBUG=1 checks that). Rows of another length are computed too, until e^{(a−1)/σ} or an
 operand leaves its range; from there the result is inf or NaN. NaN in a query or positive makes its row NaN, NaN in a
@@ -48,6 +55,10 @@ does 2,048 float16 multiply-adds and 16 exponentials and issues 4 instructions f
 negatives at D = 128 so takes, in cycles, forward and backward: matrix units 512 and 768, exponentials 512 and 512 (at
 τ = 4σ), and by the compiled code, issue slots 644 and 589 (565 and 484 where the negatives are float16 already). Issue
 is as much the limit as the matrix units are, which is why row sums stay in their thread to the end (`_lane_sums`).
+Measured forward and backward together: 0.10 ms at B = 256 and 0.73 ms at B = 4,096 (K = 65,536), of which the products
+alone need 0.03 and 0.50 ms at the 677 TFLOP/s that a float16 matrix product reaches on the same card. At B = 256 the
+two streaming kernels take about 0.09 ms of the 0.10, so the way on leads through them: a sweep finds forward tiles of
+128 rows × 32 float32 negatives with 8 warps faster there (0.040 ms) than the 64 × 64 that are used.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ def test_differing_settings_are_marked_and_come_first(demo_page: Page) -> None:
     assert text.count('<tr class="differs">') == 1
     settings = Reader(text[text.index("<details>") : text.index("</details>") + len("</details>")]).rows
     assert settings[:2] == [["setting", "MoCo", "MoCo + CO2"], ["objective.alpha differs", "0", "1"]]
-    assert ["batch_size", "128", "128"] in settings
+    batch_size = str(demo_page.runs[0].experiment.batch_size)
+    assert ["batch_size", batch_size, batch_size] in settings
     assert ["encoder.shuffle_keys", "yes", "yes"] in settings
 
 

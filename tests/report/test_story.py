@@ -117,7 +117,7 @@ def test_caveats_name_runs_that_are_unfinished_or_learned_nothing(make_run) -> N
 
 def test_levels_at_different_temperatures_are_not_compared(pair) -> None:
     assert incomparable(pair, ["objective.tau_consistency"]) == ""
-    other = dataclasses.replace(pair[1], experiment=pair[1].experiment.edit(objective={"tau_consistency": 0.1}))
+    other = dataclasses.replace(pair[1], experiment=pair[1].experiment.edit(objective={"tau_consistency": 0.07}))
     assert "differ in objective.tau_consistency" in incomparable([pair[0], other], ["objective.tau_consistency"])
 
 
