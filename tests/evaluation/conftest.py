@@ -1,8 +1,11 @@
 """A backbone that has learnt a little, to compare with one that has not."""
 
+import dataclasses
+
 import pytest
 
 from co2 import recipes
+from co2.data.open import open_data
 from co2.engine.pretrain import pretrain
 from co2.evaluation.subject import open_subject
 
@@ -30,3 +33,14 @@ def pretrained(pretrained_run):
 @pytest.fixture(scope="session")
 def untrained(pretrained):
     return pretrained.random(seed=0)
+
+
+@pytest.fixture(scope="session")
+def shapes():
+    """Some shapes to learn from, and a few hundred to be judged on."""
+
+    def build(count):
+        data = open_data(f"shapes:{count}:32")
+        return dataclasses.replace(data, test=data.test.subset(range(300)))
+
+    return build

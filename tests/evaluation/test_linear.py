@@ -6,7 +6,6 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 import co2
-from co2.data.open import open_data
 from co2.data.source import ArraySource
 from co2.evaluation import linear
 from co2.evaluation.features import embed
@@ -18,11 +17,6 @@ from co2.evaluation.subject import Subject
 SHORT = dataclasses.replace(PAPER, epochs=6, milestones=(4, 5), learning_rate=0.1, batch_size=64, crop_scale=(0.5, 1.0))
 
 
-@pytest.fixture(scope="module")
-def shapes():
-    return open_data("shapes:300:32")
-
-
 def test_the_papers_numbers():
     # Appendix, "Linear Classification".
     assert (PAPER.solver, PAPER.epochs, PAPER.learning_rate) == ("sgd", 100, 15)
@@ -32,19 +26,19 @@ def test_the_papers_numbers():
 
 
 def test_the_quick_solve_reads_more_off_a_pretrained_backbone(pretrained, untrained, shapes):
-    learnt, not_learnt = (evaluate(subject, shapes, QUICK).numbers for subject in (pretrained, untrained))
+    learnt, not_learnt = (evaluate(subject, shapes(300), QUICK).numbers for subject in (pretrained, untrained))
     assert learnt["top1"] > not_learnt["top1"] + 5
     assert learnt["top1"] > 30  # of ten classes
     assert learnt["top5"] > learnt["top1"]
 
 
 def test_sgd_reads_more_off_a_pretrained_backbone(pretrained, untrained, shapes):
-    result = evaluate(pretrained, shapes, SHORT)
-    assert result.numbers["top1"] > evaluate(untrained, shapes, SHORT).numbers["top1"] + 3
+    result = evaluate(pretrained, shapes(300), SHORT)
+    assert result.numbers["top1"] > evaluate(untrained, shapes(300), SHORT).numbers["top1"] + 3
     assert result.details["loss_by_epoch"][-1] < result.details["loss_by_epoch"][0]
     assert result.settings["epochs"] == 6
-    assert evaluate(pretrained, shapes, SHORT) == result  # repeats exactly under its seed
-    assert evaluate(pretrained, shapes, SHORT, seed=1).numbers != result.numbers
+    assert evaluate(pretrained, shapes(300), SHORT) == result  # repeats exactly under its seed
+    assert evaluate(pretrained, shapes(300), SHORT, seed=1).numbers != result.numbers
 
 
 @pytest.mark.parametrize("settings", [SHORT, dataclasses.replace(QUICK, crops=1)], ids=["sgd", "lbfgs"])
@@ -52,7 +46,7 @@ def test_the_backbone_is_bit_identical_before_and_after(pretrained, shapes, sett
     backbone = pretrained.build().train()  # in training mode, to see that it is not left to chance
     before = {key: value.clone() for key, value in backbone.state_dict().items()}
     monkeypatch.setattr(Subject, "build", lambda self, classes=0: backbone)
-    evaluate(pretrained, shapes, settings)
+    evaluate(pretrained, shapes(300), settings)
     after = backbone.state_dict()
     assert any("running_mean" in key for key in after)
     assert any("num_batches_tracked" in key for key in after)
@@ -60,7 +54,7 @@ def test_the_backbone_is_bit_identical_before_and_after(pretrained, shapes, sett
     assert all(parameter.grad is None for parameter in backbone.parameters())
 
 
-def test_the_learning_rate_drops_where_it_should(pretrained, monkeypatch):
+def test_the_learning_rate_drops_where_it_should(pretrained, shapes, monkeypatch):
     seen = []
 
     class Watched(torch.optim.SGD):
@@ -71,7 +65,7 @@ def test_the_learning_rate_drops_where_it_should(pretrained, monkeypatch):
             return super().step(closure)
 
     monkeypatch.setattr(torch.optim, "SGD", Watched)
-    evaluate(pretrained, open_data("shapes:40:32"), dataclasses.replace(PAPER, epochs=5, milestones=(2, 4)))
+    evaluate(pretrained, shapes(40), dataclasses.replace(PAPER, epochs=5, milestones=(2, 4)))
     rates = [15, 15, 1.5, 1.5, 0.15]  # a step in each epoch: there are fewer images than fit into a batch
     assert [lr for lr, *_ in seen] == pytest.approx(rates)
     assert {rest for _, *rest in map(list, seen) for rest in [tuple(rest)]} == {(0.9, 0, 1)}
@@ -123,16 +117,16 @@ def test_the_strength_is_chosen_on_held_out_images():
     assert choice.strength > 1e-5
 
 
-def test_a_class_of_one_image_can_be_learnt(pretrained):
-    data = open_data("shapes:60:32")
+def test_a_class_of_one_image_can_be_learnt(pretrained, shapes):
+    data = shapes(60)
     labels = data.bank.labels
     one_of_the_first_class = [np.flatnonzero(labels == 0)[0], *np.flatnonzero(labels != 0)]
     result = evaluate(pretrained, dataclasses.replace(data, bank=data.bank.subset(one_of_the_first_class)))
     assert result.details["train_images"] == len(one_of_the_first_class)
 
 
-def test_without_a_held_out_part_a_fifth_is_put_aside(pretrained):
-    data = dataclasses.replace(open_data("shapes:100:32"), test=None)
+def test_without_a_held_out_part_a_fifth_is_put_aside(pretrained, shapes):
+    data = dataclasses.replace(shapes(100), test=None)
     result = evaluate(pretrained, data)
     assert result.details["held_out_by_seed"] is True
     assert result.details["train_images"] + result.details["test_images"] == 100
@@ -159,11 +153,11 @@ def test_accuracies_by_hand():
 
 def test_a_hopeless_learning_rate_is_told_plainly(pretrained, shapes):
     with pytest.raises(co2.UserError, match=r"diverged.*lower --learning-rate"):
-        evaluate(pretrained, shapes, dataclasses.replace(SHORT, learning_rate=1e38))
+        evaluate(pretrained, shapes(300), dataclasses.replace(SHORT, learning_rate=1e38))
 
 
-def test_bad_data_is_told_plainly(pretrained):
-    data = open_data("shapes:20:32")
+def test_bad_data_is_told_plainly(pretrained, shapes):
+    data = shapes(20)
     with pytest.raises(co2.UserError, match=r"linear needs labels.*train/CLASS"):
         evaluate(pretrained, dataclasses.replace(data, bank=None))
     of_one = np.flatnonzero(data.bank.labels == 2)

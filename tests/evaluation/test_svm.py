@@ -1,0 +1,123 @@
+import dataclasses
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from sklearn.svm import LinearSVC
+
+import co2
+from co2.data.shapes import write_shapes
+from co2.data.voc import read_detection
+from co2.evaluation.features import embed
+from co2.evaluation.svm import PAPER, QUICK, SvmSettings, evaluate
+from co2.measures.ranking import average_precision
+
+ONE_COST = dataclasses.replace(QUICK, costs=(1.0,))
+
+
+@pytest.fixture(scope="module")
+def voc(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("voc") / "shapes"
+    write_shapes(str(folder), layout="voc", count=400, size=48)
+    return folder
+
+
+def features_and_labels(subject, part):
+    features = embed(subject.build(), part.images, subject.views).features.double().numpy()
+    return features / (np.linalg.norm(features, axis=1, keepdims=True) + 1e-5), part.image_labels()
+
+
+def test_the_papers_numbers():
+    # Appendix, "Classification on PASCAL VOC", and Goyal et al. 2019, which it follows.
+    assert (PAPER.train, PAPER.test) == ("trainval2007", "test2007")
+    assert (PAPER.positive_weight, PAPER.iterations) == (2.0, 2000)
+    assert len(PAPER.costs) > len(QUICK.costs) > 1
+
+
+def test_one_machine_for_each_class_as_scikit_learn_trains_it(pretrained, voc):
+    result = evaluate(pretrained, voc, ONE_COST)
+    train, test = read_detection(voc, "train2012", "val2012")
+    (features, labels), (test_features, test_labels) = (features_and_labels(pretrained, part) for part in (train, test))
+    expected = {}
+    for place, name in enumerate(train.classes):
+        machine = LinearSVC(
+            C=1.0, class_weight={1: 2, -1: 1}, loss="squared_hinge", dual=True, max_iter=2000, random_state=0
+        )
+        scores = machine.fit(features, labels[:, place]).decision_function(test_features)
+        positives = test_labels[:, place] == 1
+        expected[name] = [100 * average_precision(scores, positives, rule) for rule in ("11-point", "area")]
+        found = result.details["classes"][name]
+        assert [found["eleven_point"], found["area"]] == pytest.approx(expected[name], abs=1e-6)
+    means = np.mean(list(expected.values()), axis=0)
+    assert [result.numbers["mAP_11point"], result.numbers["mAP_area"]] == pytest.approx(means.tolist())
+    assert result.details["classes_left_out"] == []
+
+
+def test_pretraining_helps(pretrained, untrained, voc):
+    learnt, not_learnt = (evaluate(subject, voc, QUICK) for subject in (pretrained, untrained))
+    assert learnt.numbers["mAP_area"] > not_learnt.numbers["mAP_area"]
+    tried = learnt.details["classes"]["circle"]
+    assert tried["cost"] in QUICK.costs
+    assert tried["held_out_area"][f"{tried['cost']:g}"] == max(tried["held_out_area"].values())
+    assert evaluate(pretrained, voc, QUICK) == learnt  # repeats exactly under its seed
+
+
+def change_objects(path, change):
+    tree = ElementTree.parse(path)
+    for thing in tree.getroot().findall("object"):
+        change(thing)
+    tree.write(path)
+
+
+def test_difficult_objects_count_neither_for_nor_against(pretrained, tmp_path):
+    write_shapes(str(tmp_path / "voc"), layout="voc", count=200, size=32)
+    annotations = tmp_path / "voc" / "VOCdevkit" / "VOC2012" / "Annotations"
+    train, test = read_detection(tmp_path / "voc", "train2012", "val2012")
+    circle = train.classes.index("circle")
+    judged = {}
+    for part in (train, test):  # every second image with a circle shows only difficult ones
+        with_circle = [name for name, row in zip(part.names, part.image_labels(), strict=True) if row[circle] == 1]
+        for name in with_circle[::2]:
+
+            def mark(thing):
+                if thing.findtext("name") == "circle":
+                    thing.find("difficult").text = "1"
+
+            change_objects(annotations / f"{name}.xml", mark)
+        judged[part.names[0]] = [name not in with_circle[::2] for name in part.names]
+    result = evaluate(pretrained, tmp_path / "voc", ONE_COST)
+
+    train, test = read_detection(tmp_path / "voc", "train2012", "val2012")
+    (features, labels), (test_features, test_labels) = (features_and_labels(pretrained, part) for part in (train, test))
+    kept, test_kept = (np.array(judged[part.names[0]]) for part in (train, test))
+    assert (labels[~kept, circle] == 0).all()
+    machine = LinearSVC(
+        C=1.0, class_weight={1: 2, -1: 1}, loss="squared_hinge", dual=True, max_iter=2000, random_state=0
+    ).fit(features[kept], labels[kept, circle])
+    scores = machine.decision_function(test_features[test_kept])
+    expected = 100 * average_precision(scores, test_labels[test_kept, circle] == 1)
+    assert result.details["classes"]["circle"]["area"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_classes_that_cannot_be_learnt_are_left_out_and_named(pretrained, tmp_path):
+    write_shapes(str(tmp_path / "voc"), layout="voc", count=60, size=32)
+    root = tmp_path / "voc" / "VOCdevkit" / "VOC2012"
+    for name in (root / "ImageSets" / "Main" / "train.txt").read_text().split():
+
+        def rename(thing):
+            if thing.findtext("name") == "star":
+                thing.find("name").text = "circle"
+
+        change_objects(root / "Annotations" / f"{name}.xml", rename)
+    result = evaluate(pretrained, tmp_path / "voc", ONE_COST)
+    assert "star" in result.details["classes_left_out"]
+    assert not any(map(np.isnan, result.numbers.values()))
+
+
+def test_bad_input_is_told_plainly(pretrained, voc, tmp_path):
+    with pytest.raises(co2.UserError, match="VOC2007"):
+        evaluate(pretrained, voc, PAPER)
+    with pytest.raises(co2.UserError, match="VOC"):
+        evaluate(pretrained, tmp_path, QUICK)
+    with pytest.raises(co2.UserError, match="costs"):
+        SvmSettings(costs=(0.0,))
