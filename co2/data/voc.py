@@ -67,7 +67,7 @@ class VocDetection:
     classes: tuple[str, ...]
     objects: list[Objects]
     clipped: int
-    """Boxes that reached outside their image, and were cut at its edge."""
+    """Boxes that reached outside their image by more than a pixel, and were cut at its edge."""
     dropped: int
     """Boxes without any area inside their image."""
 
@@ -375,7 +375,8 @@ def _objects(things: list[_Thing], numbers: dict[str, int], width: int, height: 
         if inside[0] >= inside[2] or inside[1] >= inside[3]:
             tally.dropped += 1
             continue
-        tally.clipped += inside != exact
+        # Up to a pixel is the rounding of resized annotations, or of tools that count from 0: cut, not worth a word.
+        tally.clipped += max(abs(one - other) for one, other in zip(inside, exact, strict=True)) > 1
         kept.append((thing, inside))
     return Objects(
         np.array([box for _, box in kept], dtype=np.float32).reshape(-1, 4),

@@ -212,7 +212,9 @@ class Detector(nn.Module):
         targets and detections count from 1: 0 is the background.
         """
         features = {"c4": self.trunk(images)}  # [B, C, H / stride, W / stride]
-        proposals, proposal_losses = self.proposals(ImageList(images, sizes), features, targets)
+        # Anchors take the type of the features they belong to, and bfloat16 would round them to multiples of 8 pixels.
+        exact = {"c4": features["c4"].float()}
+        proposals, proposal_losses = self.proposals(ImageList(images, sizes), exact, targets)
         found, region_losses = self.regions(features, proposals, sizes, targets)
         return found, {**proposal_losses, **region_losses}
 

@@ -123,10 +123,11 @@ def test_boxes_outside_the_image_are_cut_or_dropped_and_counted(tmp_path):
         ("cat", 20, 10, 4, 20),  # the wrong way round
         ("cat", "nan", 10, 4, 20),
         ("cat", 10, 10, 10, 10),  # a single pixel
+        ("cat", 0, 0.4, 40.6, 31),  # out by a pixel at most, as rounding makes it: cut, and not counted
     ]
     write_year(tmp_path, 2012, {"train": ["a"]}, objects={"a": bad})
     (data,) = read_detection(tmp_path, "train2012")
-    assert data.objects[0].boxes.tolist() == [[0, 3, 12, 30], [9, 9, 10, 10]]
+    assert data.objects[0].boxes.tolist() == [[0, 3, 12, 30], [9, 9, 10, 10], [0, 0, 40, 30]]
     assert (data.clipped, data.dropped) == (1, 4)
 
 

@@ -173,6 +173,22 @@ def test_regions_are_cut_out_to_a_fraction_of_a_pixel():
     torch.testing.assert_close(cells.mean(dim=(2, 3)), middle)
 
 
+def test_boxes_stay_exact_where_features_are_rounded():
+    # bfloat16 has 8 bits: it knows 1000 and 1004, but nothing between them.
+    model = Detector(narrow_subject("standard"), 1, dataclasses.replace(SMALL, score_threshold=0.0)).eval()
+    anchors = []
+    model.proposals.anchor_generator.register_forward_hook(lambda module, inputs, outputs: anchors.extend(outputs))
+    images = torch.randn(1, 3, 32, 1024)
+    with torch.no_grad():
+        exact, _ = model(images, [(32, 1024)])
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded, _ = model(images, [(32, 1024)])
+    assert anchors[1].dtype == torch.float32
+    assert torch.equal(anchors[0], anchors[1])
+    assert rounded[0]["boxes"].dtype == rounded[0]["scores"].dtype == torch.float32
+    assert len(exact[0]["boxes"]) == len(rounded[0]["boxes"])
+
+
 def test_boxes_follow_their_image():
     image = torch.zeros(3, 50, 80, dtype=torch.uint8)
     image[:, 10:30, 20:70] = 255
@@ -365,3 +381,21 @@ def test_images_of_different_sizes_in_one_batch(own_shapes):
         assert len(in_image.boxes)
         assert (in_image.boxes >= 0).all()
         assert (in_image.boxes <= np.array([width, height] * 2) + 1e-3).all()
+
+
+@pytest.mark.gpu
+def test_the_detector_finds_shapes_on_a_gpu(shapes):
+    result = evaluate(narrow_subject(), shapes, SMALL, device="cuda", workers=2)
+    assert result.numbers["AP50"] > 40
+
+
+@pytest.mark.gpu
+def test_the_papers_batch_fits_a_large_gpu(shapes):
+    if torch.cuda.get_device_properties(0).total_memory < 75 * 2**30:
+        pytest.skip("16 images of 800 pixels need a GPU with 80 GB")
+    settings = dataclasses.replace(
+        PAPER, train="train2012", test="val2012", iterations=3, statistics_batches=1, train_sizes=(800,)
+    )
+    result = evaluate(open_subject("torchvision/resnet50"), shapes, settings, device="cuda", workers=4)
+    assert result.details["stride"] == 16
+    assert torch.cuda.max_memory_allocated() < 75 * 2**30

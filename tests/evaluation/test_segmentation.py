@@ -218,3 +218,11 @@ def test_what_is_wrong_is_told_before_training(shapes):
     for changes in ({"epochs": 0}, {"crop": 16}, {"scales": (2.0, 1.0)}):
         with pytest.raises(UserError, match="segmentation: "):
             dataclasses.replace(BRIEF, **changes)
+
+
+@pytest.mark.gpu
+def test_the_segmenter_segments_shapes_on_a_gpu(shapes):
+    result = evaluate(narrow_subject(), shapes, SMALL, device="cuda", workers=2)
+    assert result.details["per_class"]["shape"] > 30
+    settings = dataclasses.replace(PAPER, train="train2012", epochs=1)
+    assert evaluate(open_subject("torchvision/resnet50"), shapes, settings, device="cuda").details["stride"] == 16
