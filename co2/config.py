@@ -35,17 +35,18 @@ class Experiment:
     epochs: int = 200
     """How often every image is seen. Milestones and warm-up scale with it."""
     batch_size: int = 256
-    """Images in a step. The learning rate follows it unless optimisation.learning_rate is set."""
+    """Images in a step, of all processes together. The learning rate follows it unless optimisation.learning_rate is
+    set."""
     seed: int = 0
     """Everything random in a run follows from it."""
     resume: bool | Literal["auto"] = False
     """Continue the run in --out from its last checkpoint; auto: if there is one, and start otherwise, for jobs that are
     pre-empted and started again."""
     device: str = "auto"
-    """cuda, cuda:1, cpu, or auto: the first GPU if there is one."""
+    """cuda, cuda:1, cpu, or auto: the first GPU if there is one. Of several processes each takes a GPU of its own."""
     workers: int = -1
-    """Processes that read and augment images; -1 takes what the machine has, 0 works in the main process. The result
-    does not depend on it."""
+    """Processes that read and augment images, for each that trains; -1 takes what the machine has, 0 works in the main
+    process. The result does not depend on it."""
     views: Augmentation = field(default_factory=Augmentation)
     encoder: EncoderSpecification = field(default_factory=EncoderSpecification)
     negatives: NegativesSpecification = field(default_factory=NegativesSpecification)

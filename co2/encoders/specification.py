@@ -26,7 +26,8 @@ class EncoderSpecification:
     dimension: int = 128
     """Length of the unit feature vectors that are contrasted."""
     groups: int = 4
-    """Groups of batch statistics: BatchNorm sees each batch as this many separate ones, as that many GPUs would."""
+    """Groups of batch statistics in all: BatchNorm sees each batch as this many separate ones, as that many GPUs would.
+    Several processes share the groups out; one group is computed by all of them together, as SyncBatchNorm does."""
     shuffle_keys: bool = True
     """Shuffle keys across the groups before the key encoder, so that batch statistics do not give away the positive."""
 

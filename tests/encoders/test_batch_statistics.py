@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from co2.encoders.backbones import build_backbone
-from co2.encoders.batch_statistics import GroupedStatistics, group_batch_statistics, group_count
+from co2.encoders.batch_statistics import (
+    GroupedStatistics,
+    group_batch_statistics,
+    group_count,
+    keep_views_together,
+    nearly_equal,
+    synchronise_batch_statistics,
+)
 
 
 def perceptron() -> nn.Module:
@@ -205,3 +213,78 @@ def test_deep_copies_are_grouped_and_independent() -> None:
     copied(batch)
     assert copied[1].num_batches_tracked == 2
     assert model[1].num_batches_tracked == 1
+
+
+@given(st.integers(0, 200), st.integers(1, 12), st.integers(1, 5))
+def test_nearly_equal_parts_are_those_of_torch_and_can_be_cut_in_two_goes(count: int, parts: int, each: int) -> None:
+    def cut(things: list[int], parts: int) -> list[list[int]]:
+        bounds = nearly_equal(len(things), parts)
+        return [things[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+    things = list(range(count))
+    assert cut(things, parts) == [part.tolist() for part in torch.arange(count).tensor_split(parts)]
+    shares = itertools.pairwise(nearly_equal(count, parts * each)[::each])
+    in_two_goes = [part for start, stop in shares for part in cut(things[start:stop], each)]
+    assert in_two_goes == cut(things, parts * each)
+
+
+def test_no_group_begins_between_two_views_of_an_image() -> None:
+    """Ten rows in two groups would be five and five; of five images in two views each, three and two make groups."""
+    torch.manual_seed(0)
+    together, truth = perceptron(), perceptron()
+    truth.load_state_dict(together.state_dict())
+    group_batch_statistics(together, 2)
+    keep_views_together(together, 2)
+    batch = torch.randn(10, 6)
+    torch.testing.assert_close(together(batch), torch.cat([truth(batch[:6]), truth(batch[6:])]))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("grouped_before", [False, True])
+def test_synchronised_statistics_of_one_process_are_plain_ones(kind: str, grouped_before: bool) -> None:
+    """Between processes they are tested where processes are: here gradients, running statistics, and activations."""
+    build, shape = MODELS[kind]
+    torch.manual_seed(0)
+    plain = build().double()
+    synchronised = copy.deepcopy(plain)
+    if grouped_before:
+        group_batch_statistics(synchronised, 2)
+        group_batch_statistics(synchronised, 1)
+    synchronise_batch_statistics(synchronised, lambda row: row[None])
+    batch = torch.randn(5, *shape, dtype=torch.float64)
+    upstream = torch.randn_like(copy.deepcopy(plain)(batch))
+    ours, truth = together(synchronised, batch, upstream), together(plain, batch, upstream)
+    torch.testing.assert_close(ours, truth)
+    assert synchronised.state_dict().keys() == plain.state_dict().keys()
+    torch.testing.assert_close(synchronised.eval()(batch), plain.eval()(batch))
+
+
+def test_synchronised_statistics_move_as_plain_ones_do() -> None:
+    torch.manual_seed(0)
+    for layer in (nn.BatchNorm2d(3), nn.BatchNorm2d(3, momentum=None), nn.BatchNorm2d(3, track_running_stats=False)):
+        synchronised = copy.deepcopy(layer)
+        synchronise_batch_statistics(synchronised, lambda row: row[None])
+        for _ in range(3):
+            batch = torch.randn(4, 3, 5, 5) * 2 + 1
+            torch.testing.assert_close(synchronised(batch), layer(batch))
+            torch.testing.assert_close(dict(synchronised.named_buffers()), dict(layer.named_buffers()))
+
+
+def test_synchronised_statistics_are_those_of_all_rows_together() -> None:
+    """Two parts of one batch, of unequal size, each knowing of the other."""
+    torch.manual_seed(0)
+    plain = nn.BatchNorm1d(4).double()
+    parts = torch.randn(9, 4, dtype=torch.float64).split([6, 3])
+
+    def row(part: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(part, 0, correction=0)
+        return torch.cat([mean, variance, mean.new_tensor([len(part)])])
+
+    outputs = []
+    for part, other in (parts, parts[::-1]):
+        layer = copy.deepcopy(plain)
+        synchronise_batch_statistics(layer, lambda mine, other=other: torch.stack([mine, row(other)]))
+        outputs.append(layer(part))
+    torch.testing.assert_close(torch.cat(outputs), plain(torch.cat(parts)))
+    torch.testing.assert_close(layer.running_mean, plain.running_mean)
+    torch.testing.assert_close(layer.running_var, plain.running_var)

@@ -84,6 +84,15 @@ def test_in_batch_gradients_reach_queries_positives_and_negatives():
     assert torch.autograd.gradcheck(loss, (raw,))
 
 
+def test_some_images_ask_all_the_others():
+    embeddings = unit(10, 6, seed=3)
+    everyone, some = compare_in_batch(embeddings), compare_in_batch(embeddings, slice(1, 3))
+    assert torch.equal(some.query, everyone.query[2:6])
+    assert torch.equal(some.positive, everyone.positive[2:6])
+    assert torch.equal(some.exclude, everyone.exclude[2:6])
+    assert some.negatives is embeddings
+
+
 def bank(images=20):
     return MemoryBank(images, 5, 0.5, torch.Generator().manual_seed(0))
 

@@ -1,7 +1,9 @@
 """Batches are a function of the seed, whatever the workers, and bad images are passed over and named."""
 
+import multiprocessing
 import os
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -150,6 +152,44 @@ def test_a_short_last_batch_is_used_unless_it_holds_one_image(count, sizes):
     assert [len(batch.indices) for batch in batches.epoch(0)] == sizes
     assert [batch.views.shape for batch in batches.epoch(0)] == [(2, size, 3, 16, 16) for size in sizes]
     assert batches.batches_per_epoch == len(sizes)
+
+
+def test_a_last_batch_that_is_too_small_is_left_out():
+    def sizes(smallest):
+        views = ViewLoader(Pictures(21), AUGMENTATION, views=1, batch_size=8, seed=0, workers=0, smallest=smallest)
+        assert views.batches_per_epoch == len(list(views.epoch(0)))
+        return [len(batch.indices) for batch in views.epoch(0)]
+
+    assert sizes(5) == [8, 8, 5]
+    assert sizes(6) == [8, 8]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_shares_of_a_batch_make_up_the_batch(workers):
+    source = Pictures(21, bad=[4])
+    whole = list(loader(source).epoch(3))
+    halves = []
+    for second in (False, True):
+        share = (lambda images: slice(images // 2, images)) if second else (lambda images: slice(images // 2))
+        views = ViewLoader(source, AUGMENTATION, views=2, batch_size=8, seed=0, workers=workers, share=share)
+        halves.append(list(views.epoch(3)))
+    for together, first, second in zip(whole, *halves, strict=True):
+        assert first.total == second.total == together.total == len(together.indices)
+        assert torch.equal(torch.cat([first.indices, second.indices]), together.indices)
+        assert torch.equal(torch.cat([first.views, second.views], dim=1), together.views)
+        assert sorted(first.bad + second.bad) == sorted(together.bad)
+
+
+def test_workers_leave_signals_to_the_run():
+    """Ctrl-C and a launcher's SIGTERM go to the workers too, which the run needs to finish its step."""
+    views = loader(Pictures(64), workers=2)
+    batches = views.epoch(0)
+    seen = [next(batches)]
+    for worker in multiprocessing.active_children():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(worker.pid, number)
+    assert len(seen + list(batches)) == 8
+    assert views.lost_workers == 0
 
 
 def test_bad_images_are_replaced_by_the_next_readable_one_and_named():
