@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from co2.data.source import BadImage, ImageSource
-from co2.errors import UserError
+from co2.errors import RunError, UserError
 from co2.philox import Stream, permutation
 from co2.views.parameters import draw
 from co2.views.specification import Augmentation
@@ -29,7 +29,7 @@ _WORKERS_TO_LOSE = 3  # replaced without ado in the life of a loader
 _BYTES_HELD = 64 << 20  # a batch of photographs can be gigabytes: only so much of it is decoded at a time
 
 
-class WorkerLost(UserError):  # noqa: N818 - it names what happened, in the user's words
+class WorkerLost(RunError):  # noqa: N818 - it names what happened, in the user's words
     """A process that prepares images was ended by the system."""
 
 
@@ -226,7 +226,7 @@ def _readable(source: ImageSource, index: int, bad: dict[int, str]) -> tuple[int
             return used, source.image(used)
         except BadImage as error:
             bad[used] = str(error)
-    raise UserError(
+    raise RunError(
         f"{step + 1} images in a row could not be read, the last one being {source.describe(used)} ({bad[used]}). "
         "Is the folder with the images still there? The run can be continued with --resume."
     )
@@ -272,7 +272,7 @@ def _checked(loader: DataLoader[Any]) -> Iterator[Batch]:
             if isinstance(batch, UserError):
                 # A new one: an error that is also a variable of the frame it remembers is only freed by the garbage
                 # collector, and with it the loader, whose workers then take seconds to end.
-                raise UserError(str(batch))
+                raise type(batch)(str(batch))
             yield batch
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):

@@ -20,6 +20,7 @@ import co2
 from co2.checkpoint import CheckpointWriter, checkpoints, read_checkpoint
 from co2.engine import trainer
 from co2.engine.pretrain import pretrain
+from co2.errors import RunError
 
 forked = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
 
@@ -244,7 +245,7 @@ def test_a_data_folder_that_vanishes_and_comes_back(tiny, tmp_path, monkeypatch,
         AtStep(patch, 7, lambda: data.rename(away))
         try:
             pretrain(tiny(**settings), out=tmp_path / "run")
-        except co2.UserError as error:  # not pytest.raises, which would keep the workers alive with the traceback
+        except RunError as error:  # not pytest.raises, which would keep the workers alive with the traceback
             message = str(error)
     assert message is not None
     assert "still there" in message or "more than a tenth" in message
