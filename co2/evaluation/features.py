@@ -18,6 +18,7 @@ from co2.views.specification import Augmentation
 from co2.views.transform import normalise
 
 BATCH = 256
+LARGEST_BATCH = 1024  # for small views on a GPU, which 256 would not keep busy
 SLAB_IMAGES = 2**18  # whose features are on the device at a time (2 GiB for ResNet-50); more move to main memory
 
 
@@ -55,13 +56,14 @@ def embed(
     device = torch.device(device)
     backbone = ready(backbone, device)
     prepare = preparation(views, device, mirrored)
-    progress.stage("Features", -(-len(source) // BATCH))
+    batch = batch_size(views.size, device)
+    progress.stage("Features", -(-len(source) // batch))
     slabs = max(1, -(-len(source) // SLAB_IMAGES))
     room: Tensor | None = None
     done, images = 0, []
     for start in range(0, len(source), SLAB_IMAGES):
         part = source if slabs == 1 else source.subset(range(start, min(start + SLAB_IMAGES, len(source))))
-        batches = _told(plain_batches(part, views.size, batch_size=BATCH, workers=workers), part, progress)
+        batches = _told(plain_batches(part, views.size, batch_size=batch, workers=workers), part, progress)
         features, rows = extract(backbone, batches, prepare, device)  # [n, F] on the device, [n]
         images.append(rows + start)
         if slabs > 1 or storage:
@@ -105,6 +107,13 @@ def _told(batches: Iterator[Batch], source: ImageSource, progress: Progress) -> 
             f"{len(bad)} of {len(source)} images could not be read and are left out; the first is "
             f"{source.describe(index)} ({reason})."
         )
+
+
+def batch_size(view_size: int, device: torch.device) -> int:
+    """How many views to show a backbone at a time: on a GPU as many pixels as 256 views of 224 have, within limits."""
+    if device.type != "cuda":
+        return BATCH
+    return min(LARGEST_BATCH, max(BATCH, BATCH * 224**2 // view_size**2))
 
 
 def ready(network: nn.Module, device: torch.device) -> nn.Module:

@@ -48,7 +48,7 @@ def evaluate(
     """Top-1 and top-5 accuracy of a linear classifier on the frozen backbone."""
     device = torch.device(device)
     split = labelled_split(data, "linear", seed)
-    backbone = ready(subject.build(), device).eval().requires_grad_(False)
+    backbone = ready(subject.build(), device).eval()  # batch statistics frozen; no gradient is ever asked of it
     details: dict[str, Any] = {
         "train_images": len(split.train),
         "test_images": len(split.test),

@@ -1,6 +1,6 @@
 """What is evaluated: a backbone, by any name that a person has for one.
 
-    runs/mine                           a run folder
+    runs/mine                           a run folder; of a run that is not finished, the newest checkpoint
     runs/mine/backbone.safetensors      what a run leaves
     runs/mine/checkpoints/step-9.pt     a run in the middle
     moco_v2_800ep_pretrain.pth.tar      an official MoCo v1 or v2 checkpoint
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.resnet import ResNet
 
-from co2.checkpoint import read_backbone, read_checkpoint
+from co2.checkpoint import BACKBONE, checkpoints, read_backbone, read_checkpoint
 from co2.config import Experiment
 from co2.encoders.backbones import build_backbone, feature_width
 from co2.encoders.specification import Stem
@@ -123,7 +123,10 @@ def open_subject(name: str, *, view_size: int | None = None, like: Subject | Non
             f"There is no '{name}' to evaluate.{hint} Give a run folder, a backbone.safetensors, an official MoCo "
             "checkpoint (.pth.tar), torchvision/NAME or timm/NAME (with :DEFAULT for its published weights), or random."
         )
-    if path.is_dir() or path.suffix == ".safetensors":
+    unfinished = checkpoints(path) if path.is_dir() and not (path / BACKBONE).is_file() else []
+    if unfinished:
+        subject = _pickled(unfinished[-1])
+    elif path.is_dir() or path.suffix == ".safetensors":
         subject = _saved_backbone(path)
     else:
         subject = _pickled(path)

@@ -37,6 +37,17 @@ def test_a_run_folder_its_backbone_and_its_checkpoint_are_the_same(pretrained_ru
         assert other.weights.keys() == folder.weights.keys()
         assert all(torch.equal(other.weights[key], folder.weights[key]) for key in folder.weights)
     assert folder.name == str(pretrained_run)
+
+
+def test_of_an_unfinished_run_the_newest_checkpoint_counts(pretrained_run, tmp_path):
+    (tmp_path / "checkpoints").symlink_to(pretrained_run / "checkpoints")
+    subject, finished = open_subject(str(tmp_path)), open_subject(str(pretrained_run))
+    assert (subject.name, subject.steps) == (str(tmp_path), 80)
+    assert torch.equal(subject.weights["conv1.weight"], finished.weights["conv1.weight"])
+
+
+def test_normalisation_is_that_of_the_training(pretrained_run):
+    folder = open_subject(str(pretrained_run))
     assert (folder.mean, folder.std) == (Augmentation.mean, Augmentation.std)
 
 
