@@ -8,7 +8,10 @@ from one_class_voc import narrow_subject, write_one_class_voc
 from PIL import Image
 from torch import nn
 
+from co2 import recipes
+from co2.data.shapes import write_shapes
 from co2.data.voc import read_detection
+from co2.engine.pretrain import pretrain
 from co2.errors import RunError, UserError
 from co2.evaluation import detection
 from co2.evaluation.detection import PAPER, QUICK, Detector, RegionFeatures, evaluate, mirrored, resized
@@ -381,6 +384,18 @@ def test_images_of_different_sizes_in_one_batch(own_shapes):
         assert len(in_image.boxes)
         assert (in_image.boxes >= 0).all()
         assert (in_image.boxes <= np.array([width, height] * 2) + 1e-3).all()
+
+
+@pytest.mark.slow
+def test_pre_training_helps_to_find_and_name_shapes(tmp_path):
+    # The demo's run, two minutes; then ten kinds of shapes in 160 pictures. AP50 over three seeds when this was
+    # written: 40, 42 and 37 with pre-training, 24, 27 and 16 without.
+    write_shapes(tmp_path / "voc", "voc", count=200, size=64)
+    run = pretrain(recipes.get("demo-co2").edit(workers=0, device="cpu"), out=tmp_path / "run")
+    pretrained = open_subject(str(run))
+    settings = dataclasses.replace(SMALL, iterations=150, milestones=(120, 140))
+    found = [evaluate(one, tmp_path / "voc", settings).numbers for one in (pretrained, pretrained.random(0))]
+    assert found[0]["AP50"] > found[1]["AP50"] + 5
 
 
 @pytest.mark.gpu
