@@ -15,11 +15,14 @@ setup: .venv/.installed
 demo: setup
 	$(BIN)/co2 demo
 
+# One test process for each core, and one thread for each process: small tensors gain nothing from more.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadscope
+
 test: setup
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: setup
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(PYTEST) -m 'not gpu'
 
 lint: setup
 	$(BIN)/ruff check .

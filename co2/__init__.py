@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from co2.config import Experiment as Experiment
     from co2.engine.pretrain import pretrain as pretrain
     from co2.errors import UserError as UserError
+    from co2.evaluation.suite import evaluate as evaluate
     from co2.objective.contrast import CO2Loss as CO2Loss
     from co2.objective.contrast import Contrast as Contrast
     from co2.objective.contrast import contrast as contrast
@@ -25,6 +26,7 @@ _HOME = {
     "Contrast": "co2.objective.contrast",
     "contrast": "co2.objective.contrast",
     "Experiment": "co2.config",
+    "evaluate": "co2.evaluation.suite",
     "UserError": "co2.errors",
     "load_backbone": "co2.checkpoint",
     "pretrain": "co2.engine.pretrain",

@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from co2.engine.launch import read_launch
 from co2.errors import UserError, did_you_mean
+from co2.machine import read_launch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import threading
 import time
@@ -29,13 +28,13 @@ from co2.checkpoint import (
 from co2.config import Experiment
 from co2.data.open import DataSplits, open_data
 from co2.engine.advice import Advisor
-from co2.engine.distributed import ALONE, Processes, join_processes
-from co2.engine.launch import Launch
+from co2.engine.distributed import Processes, join_processes
 from co2.engine.monitor import Monitor
 from co2.engine.progress import Display, Quiet, choose_display
 from co2.engine.records import BAD_IMAGES, Records, Unwritten, claim_folder
 from co2.engine.trainer import MEASURED, Trainer
 from co2.errors import RunError, UserError
+from co2.machine import choose_device, choose_workers
 from co2.views.loader import Batch, ViewLoader
 
 NAN_BATCH = "nan_batch.txt"  # the images on which a run diverged
@@ -74,34 +73,6 @@ def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str
     return run
 
 
-def choose_device(name: str, launch: Launch = ALONE.launch) -> torch.device:
-    """The device that the user named, if it is there; of several processes on a machine each gets a GPU of its own."""
-    if launch.count > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
-        if launch.local_count > torch.cuda.device_count():
-            raise UserError(
-                f"{launch.local_count} processes were started on a machine with {torch.cuda.device_count()} GPU(s), "
-                f"and each needs one of its own. Use torchrun --nproc-per-node {torch.cuda.device_count()}."
-            )
-        return torch.device("cuda", launch.local_rank)
-    if launch.local_count > 1 and name.startswith("cuda:"):
-        raise UserError(
-            f"{launch.local_count} processes cannot share --device {name}. Use cuda, and each gets its own."
-        )
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"There is no device '{name}'. Use cpu, cuda, cuda:1 or auto.") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"The device '{name}' is not supported. Use cpu, cuda, cuda:1 or auto.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("No CUDA GPU is available to torch. Use --device cpu, or leave --device out.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"There is no {name}: this machine has {torch.cuda.device_count()} GPU(s), counted from 0.")
-    return device
-
-
 def check_sizes(experiment: Experiment, images_of_each_process: list[int]) -> None:
     """Whether the images make up batches that the processes can share out."""
     processes, images = len(images_of_each_process), images_of_each_process[0]
@@ -129,14 +100,6 @@ def check_sizes(experiment: Experiment, images_of_each_process: list[int]) -> No
             f"A batch of {smallest} images{', the last of an epoch,' if smallest == last else ''} cannot be shared out "
             f"among {processes} processes. Use another --batch-size, or fewer processes."
         )
-
-
-def choose_workers(asked: int, local_processes: int = 1) -> int:
-    """Processes that prepare images; on the machine's own advice, one core is left for each training loop."""
-    if asked >= 0:
-        return asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(16, max(0, cores // local_processes - 1))
 
 
 class Run:

@@ -151,7 +151,7 @@ def circumstances_of(
     progress: Progress,
 ) -> Circumstances:
     """What the user asked for, with what was left out filled in."""
-    from co2.engine.pretrain import choose_device, choose_workers
+    from co2.machine import choose_device, choose_workers
 
     return Circumstances(
         data=data or data_of_run(subject.name),

@@ -156,7 +156,7 @@ def check_coco() -> None:
     if importlib.util.find_spec("pycocotools") is None:
         raise UserError(
             "COCO's average precision needs pycocotools, which is not installed. Install it with: "
-            "pip install pycocotools"
+            "pip install 'consistent-contrast[coco]'"
         )
 
 
@@ -167,8 +167,8 @@ def coco_precision(found: Sequence[Found], truth: Sequence[Truth], classes: int)
     taken at 101 recalls, and difficult objects are "crowds": detections that lie inside one count neither way.
     """
     check_coco()
-    from pycocotools.coco import COCO  # type: ignore[import-untyped]
-    from pycocotools.cocoeval import COCOeval  # type: ignore[import-untyped]
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
 
     objects: list[dict[str, Any]] = []
     detections: list[dict[str, Any]] = []

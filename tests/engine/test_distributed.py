@@ -18,8 +18,8 @@ from runs_in_processes import execute, float64
 import co2
 from co2.checkpoint import checkpoints, read_checkpoint
 from co2.engine.distributed import ALONE, Processes
-from co2.engine.launch import Launch, read_launch
-from co2.engine.pretrain import check_sizes, choose_device, choose_workers
+from co2.engine.pretrain import check_sizes
+from co2.machine import Launch, choose_device, choose_workers, read_launch
 
 HERE = Path(__file__).parent
 LOSSES = ("loss", "instance", "consistency", "learning_rate")  # in float64

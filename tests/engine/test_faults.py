@@ -25,6 +25,15 @@ from co2.errors import RunError
 forked = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A forked child must not meet the half of a thread pool that its parent has left it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def weights(run):
     return read_checkpoint(checkpoints(run)[-1])["mechanism"]
 

@@ -364,7 +364,7 @@ def test_cocos_rules_are_asked_for_before_training(shapes, monkeypatch):
         import pycocotools  # noqa: F401
     except ImportError:
         monkeypatch.setattr(detection, "train_detector", None)  # not reached
-        with pytest.raises(UserError, match="pip install pycocotools"):
+        with pytest.raises(UserError, match=r"consistent-contrast\[coco\]"):
             evaluate(narrow_subject(), shapes, settings)
     else:
         result = evaluate(narrow_subject(), shapes, settings)

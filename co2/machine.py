@@ -1,0 +1,87 @@
+"""What this process has to work with: its place among the processes of a run, a device, and CPU cores.
+
+torch is imported where it is needed, so that the command line can ask about the launcher and answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from co2.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+_TOLD_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place among the processes of a run, on all machines and on this one."""
+
+    rank: int = 0
+    count: int = 1
+    local_rank: int = 0
+    local_count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return self.rank == 0
+
+
+ALONE = Launch()
+
+
+def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
+    """What torchrun, or another launcher that speaks its language, says about this process."""
+    if any(name not in environment for name in _TOLD_BY_LAUNCHERS):
+        return ALONE
+    try:
+        rank, count, local_rank = (int(environment[name]) for name in _TOLD_BY_LAUNCHERS[:3])
+        # A launcher that does not say how many are on this machine has told the highest number at least.
+        local_count = int(environment.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    except ValueError as error:
+        raise UserError(f"The launcher's RANK, WORLD_SIZE or LOCAL_RANK is no number: {error}.") from error
+    return Launch(rank, count, local_rank, local_count)
+
+
+def choose_device(name: str, launch: Launch = ALONE) -> torch.device:
+    """The device that the user named, if it is there; of several processes on a machine each gets a GPU of its own."""
+    import torch
+
+    if launch.count > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
+        if launch.local_count > torch.cuda.device_count():
+            raise UserError(
+                f"{launch.local_count} processes were started on a machine with {torch.cuda.device_count()} GPU(s), "
+                f"and each needs one of its own. Use torchrun --nproc-per-node {torch.cuda.device_count()}."
+            )
+        return torch.device("cuda", launch.local_rank)
+    if launch.local_count > 1 and name.startswith("cuda:"):
+        raise UserError(
+            f"{launch.local_count} processes cannot share --device {name}. Use cuda, and each gets its own."
+        )
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"There is no device '{name}'. Use cpu, cuda, cuda:1 or auto.") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"The device '{name}' is not supported. Use cpu, cuda, cuda:1 or auto.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("No CUDA GPU is available to torch. Use --device cpu, or leave --device out.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"There is no {name}: this machine has {torch.cuda.device_count()} GPU(s), counted from 0.")
+    return device
+
+
+def choose_workers(asked: int, local_processes: int = 1) -> int:
+    """Processes that prepare images; on the machine's own advice, one core is left for each training loop."""
+    if asked >= 0:
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(16, max(0, cores // local_processes - 1))
