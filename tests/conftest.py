@@ -1,11 +1,18 @@
 """A run that takes a second, for every test that needs a real one."""
 
 import json
+import os
 
 import pytest
+import torch
 
 from co2 import recipes
 from co2.config import Experiment
+
+if (
+    not torch.cuda.is_available()
+):  # the fused kernels run in Triton's interpreter, which must know before it is imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture

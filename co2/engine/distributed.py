@@ -14,8 +14,9 @@ from __future__ import annotations
 import atexit
 import itertools
 import sys
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, cast
@@ -285,7 +286,9 @@ def join_processes() -> Iterator[Processes]:
         yield ALONE
         return
     if not dist.is_initialized():  # once and for all: a second time, old addresses would still be where new ones belong
-        dist.init_process_group("gloo", timeout=PATIENCE)
+        store, rank, count = next(dist.rendezvous("env://", timeout=PATIENCE))
+        store = _unwritten(store, rank, count)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=PATIENCE)
         atexit.register(dist.destroy_process_group)
     try:
         yield Processes(launch)
@@ -303,6 +306,22 @@ def join_processes() -> Iterator[Processes]:
             "is above, if it had time for one. Nothing is lost but the steps since the last checkpoint: go on with "
             "--resume."
         ) from error
+
+
+def _unwritten(store: Any, rank: int, count: int) -> Any:
+    """A part of the launcher's store that these processes share with nobody who came before them.
+
+    When torchrun starts processes again it hands them the store of those that have died, where old addresses still
+    stand in the place of new ones. So each process writes down who it is, and all go on in a part of the store that is
+    named after everyone who is there, once all have said that they see the same names.
+    """
+    store.set(f"process {rank}", uuid.uuid4().hex)
+    while True:
+        present = " ".join(store.get(f"process {other}").decode() for other in range(count))  # or dead, for a moment
+        store.set(f"{present} seen by {rank}", "")
+        with suppress(dist.DistStoreError):  # somebody has seen others: look again
+            store.wait([f"{present} seen by {other}" for other in range(count)], timedelta(seconds=1))
+            return dist.PrefixStore(present, store)  # type: ignore[attr-defined]
 
 
 class SharedError(UserError):
