@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -286,7 +287,7 @@ def join_processes() -> Iterator[Processes]:
         yield ALONE
         return
     if not dist.is_initialized():  # once and for all: a second time, old addresses would still be where new ones belong
-        store, rank, count = next(dist.rendezvous("env://", timeout=PATIENCE))
+        store, rank, count = next(rendezvous("env://", timeout=PATIENCE))
         store = _unwritten(store, rank, count)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=PATIENCE)
         atexit.register(dist.destroy_process_group)
