@@ -17,7 +17,7 @@ def run_demo(out, *words):
     return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
-def test_two_epochs_of_the_demo_leave_two_runs_and_a_page(tmp_path):
+def test_an_epoch_of_the_demo_leaves_two_runs_and_a_page(tmp_path):
     result = run_demo(tmp_path / "demo", "--epochs", "1")
     assert result.returncode == 0, result.stderr
     assert set(os.listdir(tmp_path / "demo")) == {
