@@ -9,10 +9,18 @@ import torch
 from co2 import recipes
 from co2.config import Experiment
 
-if (
-    not torch.cuda.is_available()
-):  # the fused kernels run in Triton's interpreter, which must know before it is imported
+if not torch.cuda.is_available():  # kernels run in Triton's interpreter, which must know before it is imported
     os.environ["TRITON_INTERPRET"] = "1"
+    import triton.runtime.interpreter as interpreter
+
+    # The interpreter keeps scalars as arrays of one element, which NumPy 2.4 no longer takes for loop bounds.
+    patch_tensors = interpreter._patch_lang_tensor
+
+    def patch_tensors_and_scalars(tensor, scope):
+        patch_tensors(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensors_and_scalars
 
 
 @pytest.fixture

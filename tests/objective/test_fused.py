@@ -33,18 +33,6 @@ on_gpu = torch.cuda.is_available() and not fused_module.INTERPRETED
 # Rounding operands to 11 significant bits, as TF32 does, or to float32's 24 with some to spare for long sums.
 SIMILARITY_ERROR = {"fast": 2.0**-12, "full": 2.0**-20}
 
-if fused_module.INTERPRETED:
-    import triton.runtime.interpreter as interpreter
-
-    # The interpreter keeps scalars as arrays of one element, which NumPy 2.4 no longer takes for loop bounds.
-    _patch = interpreter._patch_lang_tensor
-
-    def _patch_with_scalars(tensor: Any, scope: Any) -> None:
-        _patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = _patch_with_scalars
-
 
 def unit_rows(rows: int, dim: int, generator: torch.Generator) -> Tensor:
     return F.normalize(torch.randn(rows, dim, generator=generator), dim=1)
