@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from co2.data.balance import balanced_subset
 from co2.data.decode import EXTENSIONS
 from co2.data.digits import digits_splits
 from co2.data.folder import FileSource, folder_source, list_source
@@ -16,6 +17,7 @@ from co2.data.source import HELD_OUT, BadImage, ImageSource
 from co2.data.torchvision_layouts import find_layout, open_layout
 from co2.errors import UserError, did_you_mean
 
+VALIDATION = "validation"
 SHAPES_COUNT, SHAPES_SIZE, SHAPES_TEST_COUNT = 4000, 32, 1000
 _SAMPLE = 5
 
@@ -41,9 +43,12 @@ def open_data(specification: str) -> DataSplits:
         specification: `shapes`, `shapes:COUNT` or `shapes:COUNT:SIZE` (pictures that the package renders), `digits`
             (scikit-learn's handwritten digits), or a path: a folder of images, a text file that lists images,
             CIFAR-10, CIFAR-100 or STL-10 as torchvision stores them, or tar shards: a folder of them, one, a pattern
-            such as `train-{000000..000012}.tar`, or an address for fsspec.
+            such as `train-{000000..000012}.tar`, or an address for fsspec. `validation:SHARE:SEED:` before any of
+            these puts a share of the training images aside and shows it in place of the test images.
     """
     kind, *numbers = specification.split(":")
+    if kind == VALIDATION:
+        return _validation(specification)
     if kind == "shapes":
         return _shapes(specification, numbers)
     if specification == "digits":
@@ -63,6 +68,39 @@ def open_data(specification: str) -> DataSplits:
         train, bank, test, words = open_layout(layout)
         return DataSplits(train, bank, test, words)
     return _folder(path)
+
+
+def validation_of(data: str, share: float, seed: int = 0) -> str:
+    """The specification of `data` with a share of its training images in place of its test images."""
+    return f"{VALIDATION}:{share:g}:{seed}:{data}"
+
+
+def _validation(specification: str) -> DataSplits:
+    """Settings are chosen on images that are neither trained on nor tested on: a class-balanced share of the training
+    images, which leave training, bank and all."""
+    try:
+        _, share_text, seed_text, data = specification.split(":", 3)
+        share, seed = float(share_text), int(seed_text)
+    except ValueError:
+        share, seed, data = 0.0, 0, ""
+    if not 0 < share < 1 or seed < 0 or not data:
+        raise UserError(
+            f"'{specification}' is not understood. Write {VALIDATION}:SHARE:SEED:DATA, with a share between 0 and 1, "
+            f"for instance {VALIDATION}:0.1:0:digits."
+        )
+    whole = open_data(data)
+    if whole.train.labels is None:
+        raise UserError(
+            f"To put a balanced part of the training images aside, all of them must have labels, and {data} has some "
+            "without. Use data with class sub-folders, or judge on its own test images."
+        )
+    aside = balanced_subset(whole.train.labels, share, seed)  # [M]
+    rest = np.setdiff1d(np.arange(len(whole.train)), aside)  # [N - M]
+    if len(np.unique(whole.train.labels[rest])) < len(np.unique(whole.train.labels)):
+        raise UserError(f"{data} has classes of too few images to put {share:.0%} of each aside. Use more images.")
+    train = whole.train.subset(rest)
+    words = f"{whole.description}; of the training images {len(aside):,} are put aside for validation, in place of them"
+    return DataSplits(train, train, whole.train.subset(aside), words)
 
 
 def _shapes(specification: str, numbers: list[str]) -> DataSplits:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from co2.data.balance import balanced_subset as balanced_subset
 from co2.data.open import DataSplits
 from co2.data.source import ImageSource
 from co2.errors import UserError
@@ -64,21 +65,6 @@ def check_classes(protocol: str, train: np.ndarray, test: np.ndarray, names: tup
             f"{protocol}: there are held-out images of {listed}{more}, but none to learn from. Add training images of "
             "these classes, or take their folders out of the held-out part."
         )
-
-
-def balanced_subset(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Which images make up a class-balanced share of all: sorted indices [n], a function of (labels, fraction, seed).
-
-    Every class that has images gives `fraction` of them, rounded, and at least one: 13 of 1,300 for 1% of ImageNet.
-    """
-    generator = np.random.default_rng(seed)
-    chosen = []
-    for label in np.unique(labels):
-        images = np.flatnonzero(labels == label)
-        # A permutation of all: a larger share with the same seed contains the smaller one.
-        shuffled = generator.permutation(images)
-        chosen.append(shuffled[: max(1, round(fraction * len(images)))])
-    return np.sort(np.concatenate(chosen))
 
 
 def accuracies(ranked: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from co2.data.open import open_data
+from co2.data.open import open_data, validation_of
+from co2.data.source import ImageSource
 from co2.errors import UserError
 
 
@@ -170,3 +172,48 @@ def test_a_list_whose_images_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("gone.png\n")
     with pytest.raises(UserError, match=r"The only image .* cannot be read:\n.*gone\.png: the file does not exist"):
         open_data(str(tmp_path / "list.txt"))
+
+
+def test_validation_puts_a_balanced_part_of_the_training_images_aside_and_never_shows_a_test_image() -> None:
+    whole, split = open_data("digits"), open_data("validation:0.1:0:digits")
+    assert whole.test is not None
+    assert split.test is not None
+    assert split.bank is split.train
+    assert split.train.labels is not None
+    assert split.test.labels is not None
+    assert whole.train.labels is not None
+
+    def pictures(source: ImageSource) -> list[bytes]:
+        return [source.image(index).numpy().tobytes() for index in range(len(source))]
+
+    rest, aside, tested = pictures(split.train), pictures(split.test), set(pictures(whole.test))
+    assert sorted(rest + aside) == sorted(pictures(whole.train))  # every training image is in one of the two, once
+    assert not set(rest) & set(aside)
+    assert not tested & set(aside)
+    assert not tested & set(rest)
+    counts = np.bincount(whole.train.labels)
+    np.testing.assert_array_equal(np.bincount(split.test.labels), np.rint(0.1 * counts))
+
+    other = open_data("validation:0.1:1:digits")
+    assert other.test is not None
+    assert set(pictures(other.test)) != set(aside)
+    again = open_data(validation_of("digits", 0.1))
+    assert again.test is not None
+    assert pictures(again.test) == aside
+
+
+@pytest.mark.parametrize(
+    "specification",
+    ["validation", "validation:0.1", "validation:2:0:digits", "validation:x:0:digits", "validation:0.1:0:"],
+)
+def test_validation_misspelt(specification: str) -> None:
+    with pytest.raises(UserError, match="Write validation:SHARE:SEED:DATA"):
+        open_data(specification)
+
+
+def test_validation_needs_labels_and_more_than_one_image_of_a_class(tmp_path: Path) -> None:
+    put(tmp_path, "plain/1.png", "plain/2.png", "few/cat/1.png", "few/dog/2.png")
+    with pytest.raises(UserError, match="must have labels"):
+        open_data(f"validation:0.1:0:{tmp_path / 'plain'}")
+    with pytest.raises(UserError, match="too few images"):
+        open_data(f"validation:0.1:0:{tmp_path / 'few'}")
