@@ -10,7 +10,8 @@ import numpy as np
 from co2.data.balance import balanced_subset
 from co2.data.decode import EXTENSIONS
 from co2.data.digits import digits_splits
-from co2.data.folder import FileSource, folder_source, list_source
+from co2.data.folder import FileSource, find_images, folder_source, list_source
+from co2.data.packed import is_pack, open_pack
 from co2.data.shapes import ShapesSource
 from co2.data.shards import find_shards, open_shards
 from co2.data.source import HELD_OUT, BadImage, ImageSource
@@ -42,8 +43,9 @@ def open_data(specification: str) -> DataSplits:
     Args:
         specification: `shapes`, `shapes:COUNT` or `shapes:COUNT:SIZE` (pictures that the package renders), `digits`
             (scikit-learn's handwritten digits), or a path: a folder of images, a text file that lists images,
-            CIFAR-10, CIFAR-100 or STL-10 as torchvision stores them, or tar shards: a folder of them, one, a pattern
-            such as `train-{000000..000012}.tar`, or an address for fsspec. `validation:SHARE:SEED:` before any of
+            CIFAR-10, CIFAR-100 or STL-10 as torchvision stores them, a pack that `co2 data pack` has written, or tar
+            shards: a folder of them, one, a pattern such as `train-{000000..000012}.tar`, or an address for fsspec.
+            `validation:SHARE:SEED:` before any of
             these puts a share of the training images aside and shows it in place of the test images.
     """
     kind, *numbers = specification.split(":")
@@ -54,6 +56,10 @@ def open_data(specification: str) -> DataSplits:
     if specification == "digits":
         return _digits()
     path = os.path.expanduser(specification)
+    if is_pack(path):
+        train, bank, test, words = open_pack(specification, path)
+        _check_readable(train)
+        return DataSplits(train, bank, test, words)
     shards = find_shards(path)
     if shards is not None:
         train, bank, test, words = open_shards(specification, shards)
@@ -68,6 +74,28 @@ def open_data(specification: str) -> DataSplits:
         train, bank, test, words = open_layout(layout)
         return DataSplits(train, bank, test, words)
     return _folder(path)
+
+
+def open_splits(specification: str) -> dict[str, ImageSource]:
+    """Every split of the data that `specification` names, also those that nothing is done with: for a copy of it all.
+
+    Splits are called as their folders are, and else train, bank (where labels are only known of other images than
+    those of train) and test. The classes of each are those of the one with the most, or the first of them.
+    """
+    data = open_data(specification)
+    splits: dict[str, ImageSource] = {"train": data.train}
+    if data.bank is not None and data.bank is not data.train:
+        splits["bank"] = data.bank
+    path = os.path.expanduser(specification)
+    if not isinstance(data.train, FileSource) or data.train.root != os.fsencode(os.path.join(path, "train")):
+        return splits if data.test is None else {**splits, "test": data.test}
+    classes = data.train.classes
+    for name in HELD_OUT:
+        folder = os.path.join(path, name)
+        if os.path.isdir(folder) and find_images(folder)[0]:
+            splits[name] = folder_source(folder, classes=classes or None)
+            classes = splits[name].classes or classes
+    return splits
 
 
 def validation_of(data: str, share: float, seed: int = 0) -> str:

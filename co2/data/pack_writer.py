@@ -1,0 +1,515 @@
+"""Writing packed images (see `co2.data.packed` for the format), from any images.
+
+Worker processes read, decode, resize and encode; this process alone writes, in the order of the source, at the ends of
+a few files. Every few seconds what was written is brought to the disk, and then a small file says how far things are:
+how long each file is, and with which image to go on. Whatever ends the program, the next attempt cuts the files back to
+these lengths and goes on from that image, so that in the end they hold the same bytes as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import os
+import signal
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from co2.data.decode import decode_image
+from co2.data.open import open_splits
+from co2.data.packed import (
+    BAD_IMAGES,
+    FORMAT,
+    LONGEST_SIDE,
+    MANIFEST,
+    RECORD,
+    UNFINISHED,
+    VERSION,
+    Progress,
+    SplitChecks,
+    open_pack_splits,
+    read_json,
+    read_manifest,
+)
+from co2.data.source import BadImage, ImageSource, in_words, printable
+from co2.errors import RunError, UserError
+
+SHORTER_SIDE, QUALITY = 256, 90
+_LOCK = ".lock"
+_WRITING = ".writing"
+_SECONDS_BETWEEN_COMMITS = 5.0
+_IMAGES_AT_ONCE = 16  # in one message from a worker
+_ORIENTATION_TAG = 0x0112
+# How finely brightness is sampled in relation to colour, in the notation of JPEG's header: 4:4:4, 4:2:2, 4:4:0, 4:2:0.
+_USUAL_SAMPLING = (0x11, 0x21, 0x12, 0x22)
+_MOST_BESIDE_PIXELS = 1 << 16  # bytes of thumbnails and notes that may be copied along with an image
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What `write_pack` has done."""
+
+    images: dict[str, int]
+    """How many images each split has now."""
+    left_out: int
+    """How many could not be read. Their names and the reasons are in bad_images.txt in the pack."""
+
+
+def write_pack(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    shorter_side: int = SHORTER_SIDE,
+    quality: int = QUALITY,
+    workers: int = -1,
+    progress: Progress | None = None,
+) -> Packed:
+    """Write a packed copy of the images of `source`, whatever `open_data` opens, with their splits, labels and names.
+
+    Every image becomes an upright RGB JPEG whose shorter side has at most `shorter_side` pixels; none is enlarged. A
+    baseline JPEG that is that already is copied byte for byte. An image that cannot be read is left out and named in
+    bad_images.txt. If the program is interrupted, run it again with the same arguments: it goes on where it stood.
+
+    Args:
+        source: as for --data.
+        destination: a folder that is new, empty, or was begun by this function with the same arguments.
+        shorter_side: in pixels.
+        quality: of the JPEGs, from 1 to 100.
+        workers: processes that decode and encode; -1 takes every core, 0 works in this process.
+        progress: told at the beginning and after every few images how far things are.
+    """
+    if shorter_side < 1:
+        raise UserError(f"--shorter-side must be at least 1; got {shorter_side}.")
+    if not 1 <= quality <= 100:
+        raise UserError(f"--quality must be from 1 to 100; got {quality}.")
+    source, destination = os.fspath(source), os.fspath(destination)
+    splits = open_splits(source)
+    made_of = {
+        "source": source,
+        "shorter_side": shorter_side,
+        "quality": quality,
+        "images": {split: len(images) for split, images in splits.items()},
+        "names": _fingerprint(splits.values()),
+    }
+    recipe = _Recipe(shorter_side, quality)
+    if workers < 0:
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        with _claimed(destination):
+            if not _is_finished(destination, made_of):
+                _write(destination, splits, made_of, recipe, workers, progress)
+                _finish(destination, splits, made_of)
+    except FileExistsError:
+        raise UserError(f"'{printable(destination)}' is a file. Name a new folder.") from None
+    except OSError as error:
+        raise RunError(
+            f"The pack in '{printable(destination)}' cannot be written any further: {in_words(error)}. What is there "
+            "is kept: make room or name another folder, and run the command again to go on."
+        ) from None
+    left_out = read_manifest(destination)["left_out"]
+    return Packed({split: len(images) for split, images in open_pack_splits(source, destination).items()}, left_out)
+
+
+def _fingerprint(splits: Iterable[ImageSource]) -> str:
+    """Changes when images come, go, change their names, labels or places; to mix two states would spoil the pack."""
+    digest = hashlib.sha256()
+    for images in splits:
+        digest.update(_bytes("\n".join(images.classes)))
+        digest.update(b"" if images.labels is None else images.labels.tobytes())
+        for index in range(len(images)):
+            digest.update(_bytes(images.describe(index) + "\n"))
+    return digest.hexdigest()
+
+
+def _bytes(name: str) -> bytes:
+    return name.encode("utf-8", "backslashreplace")  # the name of a folder need not be text
+
+
+# One image.
+
+
+@dataclass(frozen=True)
+class _Image:
+    data: bytes
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    shorter_side: int
+    quality: int
+
+    def pack(self, data: bytes) -> _Image:
+        """The image in a file as it lies in a pack. Raises BadImage."""
+        pixels = decode_image(data).permute(1, 2, 0).numpy()  # [H, W, 3]
+        height, width, _ = pixels.shape
+        shorter = min(height, width)
+        if shorter <= self.shorter_side and _is_plain_jpeg(data, height, width):
+            return _Image(data, height, width)
+        picture = Image.fromarray(np.ascontiguousarray(pixels))
+        if shorter > self.shorter_side:
+            width, height = (max(1, round(side * self.shorter_side / shorter)) for side in (width, height))
+            # Pillow widens the filter by the factor of the reduction, which is what prevents aliasing.
+            picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+        if max(height, width) > LONGEST_SIDE:
+            raise BadImage(f"longer than {LONGEST_SIDE:,} pixels, and no JPEG can be")
+        file = io.BytesIO()
+        picture.save(file, "JPEG", quality=self.quality)
+        return _Image(file.getvalue(), height, width)
+
+
+def _is_plain_jpeg(data: bytes, height: int, width: int) -> bool:
+    """Whether every decoder, also one on a GPU, makes the same upright RGB picture of this file, and quickly."""
+    frame = _baseline_frame(data)
+    if frame is None or len(frame) != 15 or len(data) > 3 * height * width + _MOST_BESIDE_PIXELS:
+        return False
+    # Bits, height and width, and for each of three components its name, sampling and table.
+    if frame[:6] != bytes([8, *height.to_bytes(2, "big"), *width.to_bytes(2, "big"), 3]):
+        return False
+    names, sampling = frame[6::3], frame[7::3]
+    if names == b"RGB" or sampling[0] not in _USUAL_SAMPLING or sampling[1:] != b"\x11\x11":
+        return False
+    try:
+        with Image.open(io.BytesIO(data), formats=("JPEG",)) as header:
+            upright = header.getexif().get(_ORIENTATION_TAG, 1) == 1
+            return upright and header.format == "JPEG" and header.info.get("adobe_transform", 1) == 1
+    except Exception:  # notes that some read and some do not are not plain
+        return False
+
+
+def _baseline_frame(data: bytes) -> bytes | None:
+    """What the header of a JPEG says about its pixels; None if it is no JPEG, or of a kind that few decoders know."""
+    position = 2 if data[:2] == b"\xff\xd8" else len(data)
+    while len(head := data[position : position + 4]) == 4 and head[0] == 0xFF:
+        kind, length = head[1], int.from_bytes(head[2:], "big")
+        if kind == 0xC0:
+            return data[position + 4 : position + 2 + length]
+        if kind not in (0xC4, 0xDB, 0xDD, 0xFE) and not 0xE0 <= kind <= 0xEF:  # tables, intervals, notes
+            return None
+        position += 2 + length
+    return None
+
+
+# Many images.
+
+
+class _PackedImages(Dataset[Any]):
+    def __init__(self, source: ImageSource, recipe: _Recipe) -> None:
+        self.source = source
+        self.recipe = recipe
+
+    def __getitem__(self, indices: range) -> list[_Image | str]:
+        """Each image as it lies in a pack, or the reason why there is none."""
+        results: list[_Image | str] = []
+        for index in indices:
+            try:
+                results.append(self.recipe.pack(self.source.encoded(index)[0]))
+            except BadImage as error:
+                results.append(str(error))
+        return results
+
+
+class _Ranges(Sampler[range]):
+    """The numbers from `first` to `end`, a few at a time."""
+
+    def __init__(self, first: int, end: int) -> None:
+        self.first, self.end = first, end
+
+    def __iter__(self) -> Iterator[range]:
+        starts = range(self.first, self.end, _IMAGES_AT_ONCE)
+        return (range(start, min(start + _IMAGES_AT_ONCE, self.end)) for start in starts)
+
+
+def _packed_images(source: ImageSource, recipe: _Recipe, first: int, workers: int) -> Iterator[list[_Image | str]]:
+    loader = DataLoader(
+        _PackedImages(source, recipe),
+        sampler=_Ranges(first, len(source)),
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        worker_init_fn=_leave_interrupts_to_the_parent,
+    )
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if "exited unexpectedly" not in str(error):
+            raise
+        raise RunError(
+            "A process that decodes images was ended by the system, probably for want of memory. What is packed is "
+            "kept: run the command again, with fewer --workers, to go on."
+        ) from None
+
+
+def _leave_interrupts_to_the_parent(worker: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _as_it_is(batch: Any) -> Any:  # by name, because a worker that is not forked cannot be sent a lambda
+    return batch
+
+
+# Files.
+
+
+@dataclass
+class _Done:
+    """How far a split is."""
+
+    position: int = 0
+    """The first image of the source that is not done with."""
+    images: int = 0
+    image_bytes: int = 0
+    name_bytes: int = 0
+
+
+@dataclass
+class _State:
+    """How far a pack is. What is beyond in the files does not count."""
+
+    splits: dict[str, _Done]
+    bad_bytes: int = 0
+    left_out: int = 0
+
+    def write(self, folder: str, made_of: dict[str, Any]) -> None:
+        _write_json(os.path.join(folder, UNFINISHED), {"format": FORMAT, "made_of": made_of, "state": asdict(self)})
+
+    @staticmethod
+    def read(folder: str, made_of: dict[str, Any]) -> _State:
+        path = os.path.join(folder, UNFINISHED)
+        content = read_json(path)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise UserError(f"'{printable(path)}' is damaged. Delete the unfinished pack, and begin again.")
+        _refuse_other_settings(folder, content, made_of)
+        try:
+            state = content["state"]
+            splits = {split: _Done(**state["splits"][split]) for split in made_of["images"]}
+            read = _State(splits, state["bad_bytes"], state["left_out"])
+            numbers = [read.bad_bytes, read.left_out, *(n for done in splits.values() for n in asdict(done).values())]
+            sound = all(type(number) is int and 0 <= number < 2**62 for number in numbers) and all(
+                done.images <= done.position <= made_of["images"][split] for split, done in splits.items()
+            )
+        except (KeyError, TypeError):
+            sound = False
+        if not sound:
+            raise UserError(f"'{printable(path)}' is damaged. Delete the unfinished pack, and begin again.")
+        return read
+
+
+@dataclass
+class _Growing:
+    """A file that grows at its end. Unbuffered: workers are forked meanwhile, and must not inherit unwritten bytes."""
+
+    path: str
+    length: int
+    number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        if os.fstat(self.number).st_size < self.length:
+            os.close(self.number)
+            raise UserError(f"'{printable(self.path)}' was cut off. Delete the unfinished pack, and begin again.")
+        os.ftruncate(self.number, self.length)
+
+    def append(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:  # on a disk that is almost full, less may be written than was asked for
+            rest = rest[os.write(self.number, rest) :]
+        self.length += len(data)
+
+    def bring_to_disk(self) -> None:
+        os.fsync(self.number)
+
+    def __enter__(self) -> _Growing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.number)
+
+
+def _write(
+    folder: str,
+    splits: dict[str, ImageSource],
+    made_of: dict[str, Any],
+    recipe: _Recipe,
+    workers: int,
+    progress: Progress | None,
+) -> None:
+    """Do what is still to be done, but for the manifest."""
+    if os.path.exists(os.path.join(folder, UNFINISHED)):
+        state = _State.read(folder, made_of)
+    else:
+        state = _State({split: _Done() for split in splits})
+        state.write(folder, made_of)
+    total = sum(map(len, splits.values()))
+    if progress is not None:
+        progress(sum(done.position for done in state.splits.values()), total)
+    with _Growing(os.path.join(folder, BAD_IMAGES), state.bad_bytes) as bad:
+        for split, source in splits.items():
+            for _ in _write_split(folder, split, source, state, bad, made_of, recipe, workers):
+                if progress is not None:
+                    progress(sum(done.position for done in state.splits.values()), total)
+
+
+def _write_split(
+    folder: str,
+    split: str,
+    source: ImageSource,
+    state: _State,
+    bad: _Growing,
+    made_of: dict[str, Any],
+    recipe: _Recipe,
+    workers: int,
+) -> Iterator[None]:
+    """Write a split to its end. Yields after every few images."""
+    done = state.splits[split]
+    if done.position == len(source):
+        return
+    with (
+        _Growing(os.path.join(folder, f"{split}.images"), done.image_bytes) as images,
+        _Growing(os.path.join(folder, f"{split}.names"), done.name_bytes) as names,
+        _Growing(os.path.join(folder, f"{split}.index"), done.images * RECORD.size) as index,
+    ):
+        committed = time.monotonic()
+        for some in _packed_images(source, recipe, done.position, workers):
+            for position, image in enumerate(some, start=done.position):
+                name = source.describe(position)
+                if isinstance(image, str):
+                    bad.append(_bytes(f"{name}\t{image}\n"))
+                    state.left_out += 1
+                    continue
+                images.append(image.data)
+                names.append(_bytes(name))
+                label = -1 if source.labels is None else int(source.labels[position])
+                checksum = zlib.crc32(image.data)
+                index.append(RECORD.pack(images.length, names.length, checksum, image.height, image.width, label))
+                done.images += 1
+            done.position += len(some)
+            done.image_bytes, done.name_bytes, state.bad_bytes = images.length, names.length, bad.length
+            if done.position == len(source) or time.monotonic() - committed > _SECONDS_BETWEEN_COMMITS:
+                for file in (images, names, index, bad):
+                    file.bring_to_disk()
+                state.write(folder, made_of)  # after the bytes that it speaks about
+                committed = time.monotonic()
+            yield
+
+
+def _finish(folder: str, splits: dict[str, ImageSource], made_of: dict[str, Any]) -> None:
+    """Write the manifest, which makes a pack of the files."""
+    state = _State.read(folder, made_of)
+    if not state.splits["train"].images:
+        raise RunError(
+            f"None of the images of '{printable(made_of['source'])}' could be read. "
+            f"'{printable(os.path.join(folder, BAD_IMAGES))}' tells why."
+        )
+    entries = {}
+    for split, done in state.splits.items():
+        if done.images:
+            sums = (_checksum(os.path.join(folder, f"{split}.{kind}")) for kind in ("index", "names"))
+            labelled = splits[split].labels is not None
+            entries[split] = asdict(SplitChecks(done.images, done.image_bytes, done.name_bytes, labelled, *sums))
+    classes = max((source.classes for source in splits.values()), key=len)
+    assert all(source.classes == classes[: len(source.classes)] for source in splits.values())
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "made_of": made_of,
+        "left_out": state.left_out,
+        "splits": entries,
+        "classes": list(classes),
+    }
+    _write_json(os.path.join(folder, MANIFEST), content)
+    os.remove(os.path.join(folder, UNFINISHED))
+
+
+def _checksum(path: str) -> int:
+    checksum = 0
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+# The folder.
+
+
+@contextlib.contextmanager
+def _claimed(folder: str) -> Iterator[None]:
+    """Make the folder, or make sure that it is a pack or an earlier attempt at one, and keep other processes out."""
+    os.makedirs(folder, exist_ok=True)
+    present = {name for name in os.listdir(folder) if not name.startswith(".")}
+    if present - {UNFINISHED + _WRITING} and not present & {MANIFEST, UNFINISHED}:
+        raise UserError(
+            f"'{printable(folder)}' holds something else ('{printable(min(present))}'), and nothing in it is "
+            "overwritten. Empty it or name a new folder."
+        )
+    path = os.path.join(folder, _LOCK)
+    with open(path, "ab") as lock:
+        try:
+            # The system lets go of it when this process ends, however that happens. Not flock: the workers would
+            # inherit it, and hold on to it for seconds after their parent was killed.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                f"Another process is writing to '{printable(folder)}'. Wait for it, end it, or name another folder."
+            ) from None
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.remove(path)
+
+
+def _is_finished(folder: str, made_of: dict[str, Any]) -> bool:
+    if not os.path.exists(os.path.join(folder, MANIFEST)):
+        return False
+    _refuse_other_settings(folder, read_manifest(folder), made_of)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(folder, UNFINISHED))  # left by a process that was killed after its last step but one
+    return True
+
+
+def _refuse_other_settings(folder: str, content: dict[str, Any], made_of: dict[str, Any]) -> None:
+    theirs = content.get("made_of")
+    if theirs == made_of:
+        return
+    theirs = theirs if isinstance(theirs, dict) else {}
+    in_words = {
+        "source": "another source",
+        "shorter_side": "another --shorter-side",
+        "quality": "another --quality",
+        "images": "another number of images",
+        "names": "images of other names or labels",
+    }
+    differ = [words for key, words in in_words.items() if theirs.get(key) != made_of[key]]
+    raise UserError(
+        f"The pack in '{printable(folder)}' was begun from or with {_listed(differ)}. "
+        "Run the command that began it, on the data as they were then, or name a new folder."
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words) or "something else"
+
+
+def _write_json(path: str, value: object) -> None:
+    """A file that is there as a whole or not at all, also after the power has failed."""
+    with open(path + _WRITING, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + _WRITING, path)
+    number = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
