@@ -13,6 +13,7 @@ import io
 import logging
 import os
 import stat
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,7 +63,13 @@ def read_image(path: str | bytes | os.PathLike[str]) -> torch.Tensor:
 def read_bytes(path: str | bytes | os.PathLike[str]) -> bytes:
     """What is in an image file, without looking at it. Raises BadImage, and nothing else, if it cannot be read."""
     with _open_regular(path) as file:
-        return file.read(MOST_BYTES)
+        number = file.fileno()
+        size = os.fstat(number).st_size
+        # From the system itself: a buffered read makes room for all that it might get, which takes longer than reading.
+        data = os.read(number, size)
+        while len(data) < size and (more := os.read(number, size - len(data))):  # network file systems give in parts
+            data += more
+        return data
 
 
 @contextmanager
@@ -102,16 +109,14 @@ def decode_image(data: bytes) -> torch.Tensor:
 
 def _decode(file: BinaryIO) -> torch.Tensor:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(file, formats=FORMATS) as image:
-                if image.width * image.height > MOST_PIXELS:
-                    raise Image.DecompressionBombError
-                if "progressive" in image.info and _scans(file) > MOST_SCANS:
-                    raise BadImage(f"more than {MOST_SCANS} scans")
-                image.load()
-                rgb = _rgb(_upright(image))
-                pixels = np.array(rgb)  # [H, W, 3] uint8
+        with _NO_WARNINGS, Image.open(file, formats=FORMATS) as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise Image.DecompressionBombError
+            if "progressive" in image.info and _scans(file) > MOST_SCANS:
+                raise BadImage(f"more than {MOST_SCANS} scans")
+            image.load()
+            rgb = _rgb(_upright(image))
+            pixels = np.array(rgb)  # [H, W, 3] uint8
     except BadImage:
         raise
     except UnidentifiedImageError:
@@ -125,6 +130,41 @@ def _decode(file: BinaryIO) -> torch.Tensor:
             raise BadImage("truncated file") from None
         raise BadImage(f"damaged file ({in_words(error)})") from None
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+class _NoWarnings:
+    """Keeps warnings quiet while any thread is inside.
+
+    `warnings.catch_warnings` alone is not made for threads: one that leaves later than it entered brings back the
+    other's silence, for good.
+    """
+
+    def __init__(self) -> None:
+        self._forget()
+        if hasattr(os, "register_at_fork"):  # the threads that were inside are not in a forked process
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._caught = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._caught = warnings.catch_warnings()
+                self._caught.__enter__()
+                warnings.simplefilter("ignore")
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._caught.__exit__(None, None, None)
+
+
+_NO_WARNINGS = _NoWarnings()
 
 
 def _scans(file: BinaryIO) -> int:

@@ -78,6 +78,10 @@ class ImageSource(ABC):
         Image.fromarray(self.image(index).permute(1, 2, 0).numpy()).save(file, "PNG")  # [H, W, 3]
         return file.getvalue(), ".png"
 
+    def stacked(self) -> np.ndarray | None:
+        """All images as one array, uint8 [N, 3, H, W], where they lie in memory that way; else None."""
+        return None
+
     def subset(self, indices: Sequence[int] | np.ndarray) -> ImageSource:
         """The images at these indices, in this order."""
         return Subset(self, np.asarray(indices, dtype=np.int64))
@@ -107,6 +111,10 @@ class Subset(ImageSource):
     def encoded(self, index: int) -> tuple[bytes, str]:
         return self.source.encoded(int(self.indices[index]))
 
+    def stacked(self) -> np.ndarray | None:
+        whole = self.source.stacked()
+        return None if whole is None else whole[self.indices]
+
 
 class ArraySource(ImageSource):
     """Small images that fit into memory as one array."""
@@ -130,3 +138,6 @@ class ArraySource(ImageSource):
 
     def describe(self, index: int) -> str:
         return f"{self.name} image {index}"
+
+    def stacked(self) -> np.ndarray | None:
+        return self.pixels
