@@ -38,19 +38,20 @@ KEPT = 3  # checkpoints that stay; older ones are removed once a newer one is sa
 class CheckpointWriter:
     """Writes checkpoints/step-N.pt into a run folder, in the background, and keeps the last few.
 
-    `write` copies the state and returns; a thread of its own brings it to the disk while training goes on. What went
+    Those of every `keep_every`-th step stay for good, too, unless that is 0. `write` copies the state and returns; a thread of its own brings it to the disk while training goes on. What went
     wrong there is raised by the next `write` or by `finish`.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, keep_every: int = 0) -> None:
         self.run = run
+        self.keep_every = keep_every
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
 
     def write(self, state: Mapping[str, Any], step: int) -> None:
         """Bring `state`, as it is now, to the disk. Waits only for an earlier one that is still on its way."""
         self.finish()
-        self._pending = self._thread.submit(write_checkpoint, self.run, _copy_to_cpu(state), step)
+        self._pending = self._thread.submit(write_checkpoint, self.run, _copy_to_cpu(state), step, self.keep_every)
 
     def finish(self) -> None:
         """Wait until everything is safe on the disk."""
@@ -63,8 +64,8 @@ class CheckpointWriter:
         self._thread.shutdown()
 
 
-def write_checkpoint(run: Path, state: Mapping[str, Any], step: int) -> Path:
-    """Write checkpoints/step-N.pt and its checksum, and remove all but the last few."""
+def write_checkpoint(run: Path, state: Mapping[str, Any], step: int, keep_every: int = 0) -> Path:
+    """Write checkpoints/step-N.pt and its checksum, and remove all but the last few and each `keep_every`-th step's."""
     folder = run / CHECKPOINTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:09d}.pt"
@@ -87,6 +88,8 @@ def write_checkpoint(run: Path, state: Mapping[str, Any], step: int) -> Path:
 
     write_atomically(path, save_and_sum, before_rename=sum_is_known)
     for old in checkpoints(run)[:-KEPT]:
+        if keep_every and _step_of(old) % keep_every == 0:
+            continue
         old.unlink()
         old.with_suffix(CHECKSUM).unlink(missing_ok=True)
     return path
@@ -95,7 +98,11 @@ def write_checkpoint(run: Path, state: Mapping[str, Any], step: int) -> Path:
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run folder, the newest last."""
     named = [path for path in (run / CHECKPOINTS).glob("step-*.pt") if re.fullmatch(r"step-\d+\.pt", path.name)]
-    return sorted(named, key=lambda path: int(path.stem.removeprefix("step-")))
+    return sorted(named, key=_step_of)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.stem.removeprefix("step-"))
 
 
 def newest_sound_checkpoint(run: Path, say: Callable[[str], object]) -> dict[str, Any] | None:

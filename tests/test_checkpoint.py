@@ -39,6 +39,16 @@ def test_the_last_three_are_kept_and_the_newest_is_found_by_number(tmp_path):
     assert read_checkpoint(checkpoints(tmp_path)[-1])["step"] == 1000
 
 
+def test_every_so_many_steps_one_is_kept_for_good(tmp_path):
+    writer = CheckpointWriter(tmp_path, keep_every=20)
+    for step in range(10, 101, 10):
+        writer.write({"step": step}, step)
+    writer.finish()
+    writer.close()
+    assert [int(path.stem.removeprefix("step-")) for path in checkpoints(tmp_path)] == [20, 40, 60, 80, 90, 100]
+    assert all(path.with_suffix(".sha256").is_file() for path in checkpoints(tmp_path))
+
+
 def test_no_checkpoint_is_none(tmp_path):
     assert checkpoints(tmp_path) == []
     assert newest_sound_checkpoint(tmp_path, print) is None

@@ -45,6 +45,7 @@ def test_edit_refuses_a_setting_that_does_not_exist():
         ({"optimisation": {"weight_decay": -1.0}}, "weight_decay"),
         ({"optimisation": {"milestones": (120.0, 160.0)}}, "0.6 for epoch 120"),
         ({"monitoring": {"log_every": 0}}, "log_every"),
+        ({"monitoring": {"keep_every": -1}}, "keep_every"),
         ({"views": {"size": 2}}, "too small"),
         ({"views": {"crop_scale": (0.5, 0.2)}}, "crop_scale"),
         ({"views": {"crop_scale": (0.5, 1.2)}}, "at most 1"),

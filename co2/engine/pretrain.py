@@ -128,7 +128,7 @@ class Run:
         self.steps_per_epoch = self.loader.batches_per_epoch
         steps = experiment.epochs * self.steps_per_epoch
         self.trainer = Trainer(experiment, len(splits.train), steps, device, processes)
-        self.checkpoints = CheckpointWriter(folder)
+        self.checkpoints = CheckpointWriter(folder, experiment.monitoring.keep_every * self.steps_per_epoch)
         self._restore()
         self.monitor = Monitor(experiment, splits, device, workers)
         self.records = Records(folder, self.trainer.step) if processes.is_first else Unwritten()

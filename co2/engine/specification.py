@@ -67,8 +67,12 @@ class MonitoringSpecification:
     """At most this many labelled images are classified by it."""
     checkpoint_minutes: float = 15.0
     """Longest time between two checkpoints; one is also written after every epoch."""
+    keep_every: int = 0
+    """Epochs between checkpoints that are kept for good, beside the last three; 0 keeps none."""
 
     def __post_init__(self) -> None:
         for name in ("log_every", "evaluate_every", "health_images", "bank_images", "query_images"):
             if getattr(self, name) < 1:
                 raise UserError(f"monitoring.{name} must be at least 1; got {getattr(self, name)}.")
+        if self.keep_every < 0:
+            raise UserError(f"monitoring.keep_every must be 0 or more; got {self.keep_every}.")

@@ -90,6 +90,11 @@ def test_a_run_repeats_whatever_the_number_of_workers(tiny, tmp_path):
     assert not torch.equal(weights(first)["queue.rows"], weights(other)["queue.rows"])
 
 
+def test_checkpoints_of_every_second_epoch_are_kept(tiny, tmp_path):
+    run = pretrain(tiny(epochs=6, monitoring={"keep_every": 2, "evaluate_every": 6}), out=tmp_path / "run")
+    assert [path.name for path in checkpoints(run)] == [f"step-{3 * epoch:09d}.pt" for epoch in (2, 4, 5, 6)]
+
+
 class StopAfter:
     """Ends a run from outside, as a user with Ctrl-C would, once it has taken a number of steps."""
 
