@@ -38,8 +38,9 @@ KEPT = 3  # checkpoints that stay; older ones are removed once a newer one is sa
 class CheckpointWriter:
     """Writes checkpoints/step-N.pt into a run folder, in the background, and keeps the last few.
 
-    Those of every `keep_every`-th step stay for good, too, unless that is 0. `write` copies the state and returns; a thread of its own brings it to the disk while training goes on. What went
-    wrong there is raised by the next `write` or by `finish`.
+    Those of every `keep_every`-th step stay for good, too, unless that is 0. `write` copies the state and returns; a
+    thread of its own brings it to the disk while training goes on. What went wrong there is raised by the next `write`
+    or by `finish`.
     """
 
     def __init__(self, run: Path, keep_every: int = 0) -> None:
