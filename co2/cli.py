@@ -5,12 +5,13 @@ Each command imports what it needs when it runs, so that help and mistakes are a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -200,19 +201,52 @@ class ShardSettings:
     """How many images a shard holds instead, if given."""
 
 
+@dataclass(frozen=True)
+class PackSettings:
+    """Write a packed copy of images: resized, as JPEG, in a few large files in place of millions of small ones."""
+
+    source: Annotated[str, tyro.conf.Positional]
+    """What to pack: anything that --data takes."""
+    destination: Annotated[str, tyro.conf.Positional]
+    """Folder for the pack: new, empty, or begun by the same command, which then goes on where it stood."""
+    shorter_side: int = 256
+    """Pixels to which the shorter side of larger images is resized. None is enlarged."""
+    quality: int = 90
+    """Of the JPEGs, from 1 to 100. A plain JPEG that is small enough already is copied as it is."""
+    workers: int = -1
+    """Processes that decode and encode; -1 takes every core, 0 works in the main process. The pack is the same."""
+
+
+@dataclass(frozen=True)
+class VerifySettings:
+    """Read every byte of a pack that `co2 data pack` has written, and compare it with its checksum."""
+
+    pack: Annotated[str, tyro.conf.Positional]
+    """The folder of the pack."""
+
+
 def _data(words: list[str]) -> int:
-    kinds: dict[str, Callable[[list[str]], int]] = {"shapes": _data_shapes, "shard": _data_shard}
+    kinds: dict[str, Callable[[list[str]], int]] = {
+        "shapes": _data_shapes,
+        "shard": _data_shard,
+        "pack": _data_pack,
+        "verify": _data_verify,
+    }
     if not words or words[0] in ("-h", "--help"):
         print(
             "usage: co2 data shapes DESTINATION [--layout folder|voc] [--count N] [--size N] [--seed N]\n"
-            "       co2 data shard SOURCE DESTINATION [--size-mib N | --count N]\n\n"
+            "       co2 data shard SOURCE DESTINATION [--size-mib N | --count N]\n"
+            "       co2 data pack SOURCE DESTINATION [--shorter-side 256] [--quality 90] [--workers N]\n"
+            "       co2 data verify PACK\n\n"
             "  shapes   write pictures that co2 renders, in ImageFolder or PASCAL VOC layout\n"
-            "  shard    write any images as tar shards in the WebDataset convention"
+            "  shard    write any images as tar shards in the WebDataset convention\n"
+            "  pack     write a resized copy of any images in a few large files, for fast reading\n"
+            "  verify   compare every byte of a pack with its checksum"
         )
         return 0
     if words[0] not in kinds:
         hint = did_you_mean(words[0], kinds)
-        raise UserError(f"There is no command 'data {words[0]}'.{hint} Use `co2 data shapes` or `co2 data shard`.")
+        raise UserError(f"There is no command 'data {words[0]}'.{hint} Use shapes, shard, pack or verify.")
     return kinds[words[0]](words[1:])
 
 
@@ -250,8 +284,65 @@ def _data_shard(words: list[str]) -> int:
     return 0
 
 
+def _data_pack(words: list[str]) -> int:
+    settings = tyro.cli(PackSettings, args=words, prog="co2 data pack")
+
+    from co2.data.pack_writer import write_pack
+    from co2.data.packed import BAD_IMAGES
+
+    try:
+        with _image_bar("Packing") as progress:
+            packed = write_pack(**dataclasses.asdict(settings), progress=progress)
+    except KeyboardInterrupt:
+        print("co2: interrupted. Run the same command again: it goes on where it stood.", file=sys.stderr)
+        return 130
+    if packed.left_out:
+        listed = os.path.join(settings.destination, BAD_IMAGES)
+        print(f"Left out: {packed.left_out:,} that cannot be read, named with the reasons in {listed}", file=sys.stderr)
+    counts = " and ".join(f"{count:,} in {split}" for split, count in packed.images.items())
+    print(f"{sum(packed.images.values()):,} images are packed in {settings.destination}: {counts}.")
+    print(f"Train on them with --data {shlex.quote(settings.destination)}")
+    return 0
+
+
+def _data_verify(words: list[str]) -> int:
+    settings = tyro.cli(VerifySettings, args=words, prog="co2 data verify")
+
+    from co2.data.packed import verify_pack
+
+    with _image_bar("Verifying") as progress:
+        verified = verify_pack(settings.pack, progress=progress)
+    for name, reason in verified.damaged:
+        print(f"{name}: {reason}", file=sys.stderr)
+    print(f"{len(verified.damaged):,} of {verified.images:,} images in {settings.pack} are damaged.")
+    return 1 if verified.damaged else 0
+
+
+@contextlib.contextmanager
+def _image_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar over images with the time that is left. What was done before the first call does not count as
+    speed."""
+    from rich.progress import MofNCompleteColumn, Progress
+
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), transient=True) as bar:
+        task = bar.add_task(doing, total=None)
+
+        def show(done: int, total: int) -> None:
+            if bar.tasks[0].total is None:
+                bar.reset(task, completed=done, total=total)
+            bar.update(task, completed=done)
+
+        yield show
+
+
 def _evaluate(words: list[str]) -> int:
     from co2.evaluation.command import run
+
+    return run(words)
+
+
+def _study(words: list[str]) -> int:
+    from co2.study.command import run
 
     return run(words)
 
@@ -310,8 +401,9 @@ COMMANDS: dict[str, Command] = {
     "demo": Command("demo", "MoCo and MoCo + CO2 side by side, in minutes, on any computer", _demo),
     "evaluate": Command("evaluate PROTOCOL", "how good a backbone is, by the paper's protocols and others", _evaluate),
     "report": Command("report RUN ...", "run folders on one page: curves, outcomes, what differs", _report),
+    "study": Command("study NAME", "the paper's comparisons and ablations, or your own, as grids of runs", _study),
     "bench": Command("bench loss", "how fast the objective is on your GPU", _bench),
-    "data": Command("data shapes|shard", "write pictures to try things on, or any images as tar shards", _data),
+    "data": Command("data KIND", "write pictures to try things on, tar shards, or a packed copy of any images", _data),
 }
 
 if __name__ == "__main__":

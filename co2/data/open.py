@@ -45,8 +45,8 @@ def open_data(specification: str) -> DataSplits:
             (scikit-learn's handwritten digits), or a path: a folder of images, a text file that lists images,
             CIFAR-10, CIFAR-100 or STL-10 as torchvision stores them, a pack that `co2 data pack` has written, or tar
             shards: a folder of them, one, a pattern such as `train-{000000..000012}.tar`, or an address for fsspec.
-            `validation:SHARE:SEED:` before any of
-            these puts a share of the training images aside and shows it in place of the test images.
+            `validation:SHARE:SEED:` before any of these puts a share of the training images aside and shows it in place
+            of the test images.
     """
     kind, *numbers = specification.split(":")
     if kind == VALIDATION:
