@@ -27,6 +27,7 @@ ORDER = [
     "engine",
     "evaluation",
     "report",
+    "study",
     "bench",
     "demo",
     "cli",

@@ -1,0 +1,295 @@
+"""One cell in a process of its own: pre-train from where it stands, judge the backbone, write the record.
+
+The run folder is the truth: checkpoints to continue from, metrics.jsonl, the backbone, and evaluation/PROTOCOL.json for
+each protocol as soon as it is done. The record is composed of them. A process that is killed at any moment leaves
+nothing that the next one cannot go on from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import signal
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torchvision
+
+import co2
+from co2.checkpoint import BACKBONE, CHECKPOINTS, CONFIG, write_atomically
+from co2.config import Experiment, differences
+from co2.data.open import open_data
+from co2.engine.pretrain import Stopped, pretrain
+from co2.engine.records import METRICS
+from co2.errors import UserError
+from co2.evaluation.presets import PROTOCOLS
+from co2.evaluation.progress import Lines
+from co2.evaluation.protocol import write_json
+from co2.evaluation.subject import open_subject
+from co2.evaluation.suite import Circumstances, evaluate_runs
+from co2.machine import choose_device, choose_workers
+from co2.study.records import as_json, columns, read_record, write_record
+from co2.study.settings import plain_settings
+
+EVALUATIONS = "evaluation"
+_PATIENCE = 60.0  # seconds to wait for an earlier process on the same cell, which is writing its last checkpoint
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process that works on a cell is told, in a file."""
+
+    cell: str
+    experiment: str
+    """As JSON: with its data, device, workers, and the run folder as `out`."""
+    protocols: Mapping[str, Mapping[str, Any]]
+    """What to judge the backbone by: the settings of each."""
+    record: str
+    """The file to write."""
+    data: str
+    """The data as the user named them."""
+    validate: float | None
+    voc: str
+    view_size: int
+    command: str
+    keep_checkpoints: bool
+
+    def write(self, path: Path) -> None:
+        """Into a file, for the process."""
+        write_json(path, dataclasses.asdict(self))
+
+    @staticmethod
+    def read(path: Path) -> Job:
+        """What `write` wrote."""
+        return Job(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def work_on(job_file: str) -> int:
+    """Do what a job file says; returns the exit code. SIGTERM stops it with everything kept."""
+    end_with_parent()
+    job = Job.read(Path(job_file))
+    experiment = Experiment.from_json(job.experiment)
+    run = Path(experiment.out)
+    with _alone(run), _session(run):
+        if not is_pretrained(run, experiment):
+            try:
+                pretrain(experiment)
+            except Stopped as stop:
+                print(stop, flush=True)
+                return 128 + stop.signal_number
+        if not job.keep_checkpoints:
+            shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)  # a finished run has nothing to continue
+        _judge(job, experiment, run)
+    return 0
+
+
+def is_pretrained(run: Path, experiment: Experiment) -> bool:
+    """Whether a run folder holds the finished run of this experiment."""
+    if not (run / BACKBONE).is_file() or not (run / CONFIG).is_file():
+        return False
+    return not differences(experiment, Experiment.from_json((run / CONFIG).read_text(encoding="utf-8")))
+
+
+def _judge(job: Job, experiment: Experiment, run: Path) -> None:
+    """Evaluate what is not evaluated yet, and bring the record up to date after each."""
+    backbone = hashlib.sha256((run / BACKBONE).read_bytes()).hexdigest()
+    folder = run / EVALUATIONS
+    folder.mkdir(exist_ok=True)
+    device = choose_device(experiment.device)
+    splits = open_data(experiment.data)
+    data = {
+        "name": job.data,
+        "train": len(splits.train),
+        "bank": len(splits.bank) if splits.bank is not None else 0,
+        "test": len(splits.test) if splits.test is not None else 0,
+        "classes": len(splits.bank.classes) if splits.bank is not None else 0,
+        "validate": job.validate,
+    }
+    circumstances = Circumstances(
+        data=experiment.data,
+        voc=job.voc,
+        seed=experiment.seed,
+        device=device,
+        workers=choose_workers(experiment.workers),
+        progress=Lines(),
+    )
+    done: dict[str, Any] = {}
+    for protocol, plain in job.protocols.items():
+        known = PROTOCOLS[protocol]
+        settings = type(known.quick)(**{n: tuple(v) if isinstance(v, list) else v for n, v in plain.items()})
+        path = folder / f"{protocol}.json"
+        found = _read_evaluation(path, backbone, plain)
+        if found is None:
+            print(f"Judging by {protocol} ...", flush=True)
+            subject = open_subject(str(run), view_size=job.view_size if known.needs_voc else None)
+            (evaluation,) = evaluate_runs(protocol, subject, settings, circumstances)
+            named = {"subject": job.cell, "data": job.voc if known.needs_voc else job.data}
+            write_json(path, dataclasses.asdict(evaluation) | named | {"backbone": backbone})
+            found = json.loads(path.read_text(encoding="utf-8"))  # as JSON has it: no tuples, no NaN
+            numbers = "  ".join(f"{name} {value:.2f}" for name, value in evaluation.numbers.items())
+            print(f"{protocol}: {numbers}", flush=True)
+        done[protocol] = {name: found[name] for name in ("numbers", "settings", "details", "data")}
+        _compose(job, experiment, run, data, done, backbone, device)
+
+
+def _read_evaluation(path: Path, backbone: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """An evaluation of this very backbone with these settings, if it is there."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        same = found["backbone"] == backbone and all(found["settings"][n] == v for n, v in as_json(settings).items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not there, or half of it from before a crash
+    return found if same else None
+
+
+def _compose(
+    job: Job,
+    experiment: Experiment,
+    run: Path,
+    data: Mapping[str, Any],
+    evaluations: Mapping[str, Any],
+    backbone: str,
+    device: torch.device,
+) -> None:
+    """Write the record, unless the one that is there, of an earlier training, says more."""
+    path = Path(job.record)
+    try:
+        earlier = read_record(path)
+    except UserError:
+        earlier = None  # damaged: it says nothing
+    if earlier is not None and set(earlier.evaluations) - set(evaluations):
+        return
+    rows = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
+    by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("train", "epoch", "advice")}
+    settings = plain_settings(experiment) | {"data": job.data}
+    content = {
+        "cell": job.cell,
+        "seed": experiment.seed,
+        "settings": settings,
+        "data": dict(data),
+        "evaluations": evaluations,
+        "seconds": _seconds(run, by_kind["train"], experiment),
+        "made_with": made_with(device) | {"command": job.command},
+        "backbone_sha256": backbone,
+        "curves": {kind: columns(by_kind[kind]) for kind in ("train", "epoch")},
+        "advice": [row["text"] for row in by_kind["advice"]],
+    }
+    write_record(path, content)
+
+
+def made_with(device: torch.device) -> dict[str, Any]:
+    """Versions, device and commit behind a number."""
+    home = Path(co2.__file__).parents[1]
+    commit = ""
+    if (home / ".git").exists():
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=home, capture_output=True, text=True).stdout.strip()
+    return {
+        "co2": co2.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "numpy": np.__version__,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "commit": commit or None,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+# Time, over several sittings.
+
+
+def _sessions_file(run: Path) -> Path:
+    return run.with_name(f"{run.name}.sessions.json")
+
+
+@contextmanager
+def _session(run: Path) -> Iterator[None]:
+    """Note when work on a cell begins and ends. One that was killed ended when its last line was logged."""
+    path = _sessions_file(run)
+    sessions = _read_sessions(path)
+    if sessions and sessions[-1]["ended"] is None:
+        metrics = run / METRICS
+        last = metrics.stat().st_mtime if metrics.is_file() else sessions[-1]["began"]
+        sessions[-1]["ended"] = max(last, sessions[-1]["began"])
+    sessions.append({"began": time.time(), "ended": None})
+    _write_sessions(path, sessions)
+    try:
+        yield
+    finally:
+        sessions[-1]["ended"] = time.time()
+        _write_sessions(path, sessions)
+
+
+def _read_sessions(path: Path) -> list[dict[str, Any]]:
+    try:
+        sessions: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        return sessions
+    except (OSError, ValueError):
+        return []
+
+
+def _write_sessions(path: Path, sessions: list[Any]) -> None:
+    write_atomically(path, lambda file: file.write((json.dumps(sessions) + "\n").encode()))
+
+
+def _seconds(run: Path, train: list[dict[str, Any]], experiment: Experiment) -> dict[str, float | int]:
+    """How long the cell took in all, and how long its training steps took, by the log's images per second."""
+    sessions = _read_sessions(_sessions_file(run))
+    wall = sum((one["ended"] or time.time()) - one["began"] for one in sessions)
+    steps, last = 0.0, 0
+    for row in train:
+        if row["images_per_second"]:
+            steps += (row["step"] - last) * experiment.batch_size / row["images_per_second"]
+        last = row["step"]
+    return {"wall": round(wall, 1), "steps": round(steps, 1), "sittings": len(sessions)}
+
+
+# Processes.
+
+
+@contextmanager
+def _alone(run: Path) -> Iterator[None]:
+    """Keep other processes from the same cell. One that is just stopping is waited for."""
+    run.parent.mkdir(parents=True, exist_ok=True)
+    with open(run.with_name(f"{run.name}.lock"), "w", encoding="utf-8") as lock:
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when the process ends, in whatever way
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"Another process is working on {run}. Wait for it, or give this study other --runs."
+                    ) from None
+                time.sleep(0.2)
+        yield
+
+
+def end_with_parent() -> None:
+    """Stop, as on SIGTERM, when the study that started this process is gone: then its end of our input is closed."""
+    if not stat.S_ISFIFO(os.fstat(0).st_mode):
+        return  # started by hand
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,346 @@
+"""`co2 study`: grids of runs and evaluations, filled in one sitting or in several, and what they show.
+
+Nothing here imports torch before there is something to compute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from co2 import recipes
+from co2.errors import UserError
+from co2.evaluation.presets import Preset, protocol_called, settings_of
+from co2.study import grids
+from co2.study.grids import STUDIES, Wanted, cost_of, study_called
+from co2.study.plan import RUNS, Grid, Plan, all_cells, merge_plans, read_plan, write_plan
+from co2.study.settings import changed, changed_settings, parse_assignments, refuse_decided
+
+VALIDATION_SHARE = 0.1
+_MEASUREMENTS = 10  # during a run, besides its end: each passes all images through the network
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a study is told."""
+
+    data: str = ""
+    """Images with labels, as for `co2 pretrain`. Labels are never trained on."""
+    out: str = ""
+    """Folder for the plan, the records (cells/), the tables and the figures: small, and for keeping. Studies with the
+    same base may share a folder, and then share their cells."""
+    runs: str = ""
+    """Folder for the run folders, with checkpoints, backbones and logs: large, and not for keeping (git is told to
+    overlook it). By default runs/ inside --out."""
+    base: str = grids.BASE
+    """The recipe that everything is a variant of; one with the consistency term."""
+    epochs: int | None = None
+    """Epochs of every run, instead of the recipe's."""
+    seeds: tuple[int, ...] = grids.SEEDS
+    """Every variant is trained from each of these."""
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Change any setting of the base, again and again: --set views.size=64 --set objective.alpha=3."""
+    alphas: tuple[float, ...] = grids.ALPHAS
+    """alpha: the weights to try; 0 is the baseline."""
+    taus: tuple[float, ...] = grids.TAUS
+    """tau: the temperatures to try."""
+    vary: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """vary: a setting and its values, as JSON: --vary encoder.groups=[2,4,8], again and again. Values that are lists
+    themselves are lists in the list: --vary views.crop_scale=[[0.08,1],[0.2,1]]."""
+    only: tuple[str, ...] = ()
+    """Work on these variants alone in this sitting, by the names that --plan shows."""
+    validate: bool = False
+    """Judge on a part of the training images, put aside before pre-training, and leave the test images alone: for
+    choosing settings."""
+    validate_share: float = VALIDATION_SHARE
+    """How large a part, of each class."""
+    voc: str = ""
+    """A folder in PASCAL VOC's layout, for transfer."""
+    view_size: int = 224
+    """Side of the views for VOC classification, in pixels."""
+    protocol: Preset = "quick"
+    """The settings of the evaluations: quick, or paper."""
+    evaluation: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Change a setting of an evaluation: --evaluation linear.crops=2."""
+    jobs: int = 1
+    """Cells to work on at once, each in a process of its own, on one device."""
+    time_limit: float | None = None
+    """Minutes after which this sitting ends; what is not done then goes on in the next."""
+    redo: bool = False
+    """Compute cells again whose records or runs have other settings, instead of refusing; such runs are deleted."""
+    keep_checkpoints: bool = False
+    """Keep the checkpoints of finished runs; their backbones are always kept."""
+    plan: bool = False
+    """Only show which cells there are and which are done."""
+    report_only: bool = False
+    """Only write the tables and figures of what is there."""
+    device: str = "auto"
+    """cuda, cuda:1, cpu, or auto: the first GPU if there is one."""
+    workers: int = -1
+    """Processes that read images, for each cell; -1 shares out what the machine has."""
+
+
+@dataclass(frozen=True)
+class ListRequest:
+    """Which studies there are."""
+
+    minutes_per_run: float | None = None
+    """How long one run of the base takes, to say how long each study would."""
+
+
+@dataclass(frozen=True)
+class ReportRequest:
+    """Tables and figures of folders of results, and one page of them all."""
+
+    folders: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Folders that `co2 study --out` has written."""
+    out: str = ""
+    """The page to write, docs/RESULTS.md for instance; without it, only the tables and figures in the folders."""
+
+
+def run(words: list[str]) -> int:
+    """Carry out what comes after `co2 study`."""
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if words[0] == "list":
+        return _list(words[1:])
+    if words[0] == "report":
+        return _report(words[1:])
+    if words[0] == "cell" and len(words) == 2:
+        from co2.study.cell import work_on
+
+        return work_on(words[1])
+    names = _names(words)
+    request = tyro.cli(
+        Request,
+        args=words[len(names) :],
+        prog=f"co2 study {' '.join(names)}",
+        description=". ".join(f"{name}: {study_called(name).summary}" for name in names) + ".",
+    )
+    return _study(names, request, shlex.join(["co2", "study", *words]))
+
+
+def _overview() -> str:
+    width = max(map(len, STUDIES))
+    return "\n".join(
+        [
+            "usage: co2 study NAME [NAME ...] --data PATH --out results/MINE [--epochs N] [--seeds 0 1 2] ...",
+            "       co2 study list [--minutes-per-run N]",
+            "       co2 study report DIR ... [--out docs/RESULTS.md]",
+            "",
+            *(f"  {name:<{width}}  {study.summary}" for name, study in STUDIES.items()),
+            f"  {'list':<{width}}  the same with what each takes",
+            f"  {'report':<{width}}  tables and figures of what is there, and one page of several studies",
+            "",
+            "A study is a grid of runs and evaluations. Stopped at any time, it goes on with the same command.",
+            "--time-limit MINUTES stops it by itself; --jobs N works on several cells at once.",
+            "`co2 study NAME --help` lists all options.",
+        ]
+    )
+
+
+def _names(words: Sequence[str]) -> list[str]:
+    names = []
+    for word in words:
+        if word.startswith("-"):
+            break
+        study_called(word)
+        names.append(word)
+    if not names:
+        raise UserError("Name the study first: co2 study NAME --data PATH --out DIR. `co2 study` lists them.")
+    return names
+
+
+def _list(words: list[str]) -> int:
+    request = tyro.cli(ListRequest, args=words, prog="co2 study list")
+    wanted = Wanted(recipes.get(grids.BASE), vary={"encoder.groups": (2, 4, 8)})
+    print(
+        f"Base {grids.BASE}, {len(grids.SEEDS)} seeds. A run of MoCo or MoCo + CO2 counts 1, one with two losses 2.\n"
+    )
+    for name, study in STUDIES.items():
+        variants = study.variants(wanted)
+        shares = [cost_of(changed(wanted.base, v.changes)) / wanted.base.epochs for v in variants]
+        cost = len(grids.SEEDS) * sum(shares)
+        duration = f", about {cost * request.minutes_per_run / 60:.1f} hours" if request.minutes_per_run else ""
+        count = f"{len(variants)} variants x {len(grids.SEEDS)} seeds, {cost:.0f} runs' time{duration}"
+        example = " (for three values)" if name == "vary" else ""
+        judged = ", ".join(study.protocols)
+        print(f"{name}: {study.summary}\n  {count}{example}; judged by {judged}")
+        for variant in variants:
+            print(f"    {variant.name:<34} {variant.label}")
+    print(
+        "\nThe evaluations come on top. Studies that share --out share their cells: curves and transfer take the runs "
+        "of claim. `co2 study NAME ... --plan` shows what is left to do."
+    )
+    return 0
+
+
+def _report(words: list[str]) -> int:
+    request = tyro.cli(ReportRequest, args=words, prog="co2 study report")
+    if not request.folders:
+        raise UserError("Name at least one folder of results: co2 study report results/MINE --out docs/RESULTS.md")
+
+    from co2.study.report import report_folder, write_page
+
+    folders = [Path(folder) for folder in request.folders]
+    if request.out:
+        print(f"Wrote {write_page(folders, Path(request.out))}.")
+        return 0
+    for folder in folders:
+        _, results = report_folder(folder)
+        print(f"Wrote the tables and figures of {', '.join(one.study for one in results)} into {folder}.")
+    return 0
+
+
+def _study(names: list[str], request: Request, command: str) -> int:
+    if not request.out:
+        raise UserError("Say where the results go: --out results/MINE.")
+    out = Path(request.out)
+    earlier = read_plan(out)
+    if request.report_only and not request.data:
+        if earlier is None:
+            raise UserError(f"There is nothing to report on in {out} yet. Leave out --report-only to start.")
+        absent = [name for name in names if name not in earlier.grids]
+        if absent:
+            raise UserError(f"{out} has no study {absent[0]}; it has {', '.join(earlier.grids)}.")
+        return _write_up(out, earlier, names)
+    if not request.data:
+        raise UserError("A study needs labelled images: give --data, as for `co2 pretrain`.")
+    plan = merge_plans(earlier, make_plan(names, request, command), out, request.redo)
+    chosen = _chosen(plan, names, request.only)
+    if "transfer" in names and not request.voc and not request.report_only and not request.plan:
+        raise UserError("transfer needs PASCAL VOC's layout: give --voc with the folder that holds VOCdevkit.")
+
+    from co2.study.report import keep_runs_out_of_git
+    from co2.study.sitting import Circumstances, outstanding, sit
+
+    runs = Path(request.runs) if request.runs else out / RUNS
+    circumstances = Circumstances(
+        out=out,
+        runs=runs,
+        voc=request.voc,
+        device=request.device,
+        workers=request.workers,
+        jobs=request.jobs,
+        minutes=request.time_limit,
+        redo=request.redo,
+        keep_checkpoints=request.keep_checkpoints,
+    )
+    if request.plan:
+        return _show_plan(plan, names, out, runs)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"The folder {out} cannot be made: {error.strerror}. Choose another --out.") from None
+    if request.report_only:
+        write_plan(out, plan)
+        return _write_up(out, plan, names)
+    cells = [cell for cell in all_cells(plan, names) if cell.variant in chosen]
+    commands = {cell.name: plan.grids[name].command for name in reversed(names) for cell in plan.cells(name)}
+    todo, done = outstanding(cells, plan, circumstances)  # what is refused is refused before anything is written
+    if done:
+        print(f"{len(done)} of {len(cells)} cells are done already.", flush=True)
+    write_plan(out, plan)
+    keep_runs_out_of_git(out, runs)
+    outcome = sit(todo, len(done), plan, circumstances, commands)
+    _write_up(out, plan, names)
+    if outcome.signal_number:
+        return 128 + outcome.signal_number
+    if outcome.failed:
+        print(f"Failed: {', '.join(outcome.failed)}. The same command tries them again.")
+        return 1
+    return 0
+
+
+def make_plan(names: Sequence[str], request: Request, command: str) -> Plan:
+    """What is asked for, as data."""
+    if not request.seeds or len(set(request.seeds)) < len(request.seeds):
+        raise UserError(f"--seeds must be different numbers, at least one; got {' '.join(map(str, request.seeds))}.")
+    if request.validate and not 0 < request.validate_share < 1:
+        raise UserError(f"--validate-share is a share between 0 and 1; got {request.validate_share}.")
+    edits = parse_assignments(request.set, "--set")
+    refuse_decided(edits, "--set")
+    if request.epochs is not None:
+        edits = {**edits, "epochs": request.epochs}
+    base = changed(recipes.get(request.base), edits).edit(data=request.data)
+    if "monitoring.evaluate_every" not in edits:
+        edits["monitoring.evaluate_every"] = max(1, base.epochs // _MEASUREMENTS)
+        base = changed(base, {"monitoring.evaluate_every": edits["monitoring.evaluate_every"]})
+    wanted = Wanted(base, edits, request.alphas, request.taus, _values_to_vary(request.vary))
+    return Plan(
+        base=base,
+        validate=request.validate_share if request.validate else None,
+        view_size=request.view_size,
+        grids={
+            name: Grid(
+                variants=tuple(study_called(name).variants(wanted)),
+                seeds=request.seeds,
+                protocols=_protocols(study_called(name).protocols, request),
+                command=command,
+            )
+            for name in names
+        },
+    )
+
+
+def _values_to_vary(texts: Sequence[str]) -> dict[str, Sequence[Any]]:
+    found = parse_assignments(texts, "--vary")
+    refuse_decided(found, "--vary")
+    for name, values in found.items():
+        if not isinstance(values, list) or not values:
+            raise UserError(f"--vary {name} takes several values: --vary {name}=[1,2], for instance.")
+    return found
+
+
+def _protocols(names: Sequence[str], request: Request) -> dict[str, dict[str, Any]]:
+    settings = {name: settings_of(name, request.protocol) for name in names}
+    for name, value in parse_assignments(request.evaluation, "--evaluation").items():
+        protocol, _, setting = name.replace("semi_supervised", "semi-supervised").partition(".")
+        protocol_called(protocol)
+        if protocol in settings:
+            settings[protocol] = changed_settings(settings[protocol], {setting: value}, protocol)
+    return {name: dataclasses.asdict(one) for name, one in settings.items()}
+
+
+def _chosen(plan: Plan, names: Sequence[str], only: Sequence[str]) -> list[str]:
+    known = list(dict.fromkeys(variant.name for name in names for variant in plan.grids[name].variants))
+    for name in only:
+        if name not in known:
+            raise UserError(f"There is no variant '{name}' in {' and '.join(names)}. There are {', '.join(known)}.")
+    return list(only) or known
+
+
+def _show_plan(plan: Plan, names: Sequence[str], out: Path, runs: Path) -> int:
+    from co2.study.records import missing_protocols, read_record, record_path
+
+    cells = all_cells(plan, names)
+    done = 0
+    for cell in cells:
+        record = read_record(record_path(out, cell.name))
+        missing = missing_protocols(record, cell)
+        done += not missing
+        begun = " (begun)" if (runs / cell.name).is_dir() else ""
+        stands = f"to do{begun}: {', '.join(missing)}" if missing else "done"
+        print(f"{cell.name:<40} {stands}")
+    left = sum(cost_of(c.experiment) for c in cells if missing_protocols(read_record(record_path(out, c.name)), c))
+    print(f"{done} of {len(cells)} cells are done; {left / plan.base.epochs:.0f} runs' time is left at most.")
+    return 0
+
+
+def _write_up(out: Path, plan: Plan, names: Sequence[str]) -> int:
+    from co2.study.report import report_study
+
+    for name in names:
+        results = report_study(out, plan, name)
+        count = sum(map(len, results.records.values()))
+        print(f"\n{(out / f'{name}.md').read_text(encoding='utf-8')}")
+        missing = f", {len(results.missing)} cells missing" if results.missing else ""
+        print(f"{name}: {count} cells{missing}. Table and figure: {out / name}.md, .csv, .svg, .png")
+    return 0

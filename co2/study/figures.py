@@ -1,0 +1,177 @@
+"""The figures of the studies, like the paper's: SVG and PNG, drawn by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from co2.study.curves import band
+from co2.study.grids import Variant
+from co2.study.tables import INSTANCE_ACCURACY, KNN, LINEAR, Measure, Results, measures_of, spread
+
+# The colours of the report's light page, in its order.
+COLOURS = ("#b8560b", "#1f5fc4", "#0b7a5e", "#a0327d", "#7a6100", "#5b4bb3")
+INK, MUTED, GRID = "#1d2430", "#5d6775", "#dde1e7"
+
+
+def draw(results: Results, folder: Path) -> list[Path]:
+    """The figure of a study as STUDY.svg and STUDY.png; nothing as long as there is nothing to see."""
+    panels = {"alpha": _over_setting, "tau": _over_setting, "curves": _curves}.get(results.study, _dots)
+    style: dict[Any, Any] = {
+        "font.size": 10,
+        "svg.fonttype": "none",
+        "svg.hashsalt": results.study,  # the same records give the same file
+        "axes.edgecolor": MUTED,
+        "axes.labelcolor": INK,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "text.parse_math": False,
+    }
+    with matplotlib.rc_context(style):
+        figure = panels(results)
+        if figure is None:
+            return []
+        paths = [folder / f"{results.study}.{ending}" for ending in ("svg", "png")]
+        for path in paths:
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(path, dpi=150, bbox_inches="tight", facecolor="white", metadata=metadata)
+    return paths
+
+
+def _furnish(axes: Axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+# Accuracy over alpha or tau (the paper's figure on hyper-parameters).
+
+
+def _over_setting(results: Results) -> Figure | None:
+    measures = (LINEAR, KNN)
+    placed = [variant for variant in results.variants if variant.place]
+    if not any(results.values(variant.name, LINEAR) for variant in placed):
+        return None
+    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+    axes_row = figure.subplots(1, len(measures))
+    for axes, measure in zip(axes_row, measures, strict=True):
+        _one_setting(axes, results, measure, placed)
+    return figure
+
+
+def _one_setting(axes: Axes, results: Results, measure: Measure, placed: Sequence[Variant]) -> None:
+    _furnish(axes)
+    places, means, deviations = [], [], []
+    for variant in placed:
+        values = list(results.values(variant.name, measure).values())
+        found = spread(values)
+        if found is None:
+            continue
+        assert variant.place is not None
+        axes.plot([variant.place] * len(values), values, "o", color=COLOURS[1], alpha=0.35, markersize=3.5, linewidth=0)
+        places.append(variant.place)
+        means.append(found.mean)
+        deviations.append(found.deviation or 0.0)
+    axes.errorbar(places, means, deviations, color=COLOURS[1], linewidth=2, marker="o", markersize=5, capsize=3)
+    _baseline_line(axes, results, measure, placed[0].baseline)
+    axes.set_xscale("log")
+    marks = [variant.place for variant in placed if variant.place is not None]
+    axes.xaxis.set_major_locator(FixedLocator(marks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    fixed = "τ_con" if results.study == "alpha" else "α"
+    axes.set_xlabel(f"{'α' if results.study == 'alpha' else 'τ_con'} (log scale; {fixed} as in the base)")
+    axes.set_ylabel(measure.heading)
+
+
+def _baseline_line(axes: Axes, results: Results, measure: Measure, baseline: str) -> None:
+    found = spread(list(results.values(baseline, measure).values()))
+    if found is None:
+        return
+    label = next(variant.label for variant in results.variants if variant.name == baseline)
+    axes.axhline(found.mean, color=COLOURS[0], linewidth=1.6, linestyle=(0, (5, 3)))
+    if found.deviation:
+        low, high = found.mean - found.deviation, found.mean + found.deviation
+        axes.axhspan(low, high, color=COLOURS[0], alpha=0.12, linewidth=0)
+    axes.annotate(
+        label,
+        (1.0, found.mean),
+        xycoords=("axes fraction", "data"),
+        xytext=(-3, 4),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        color=COLOURS[0],
+    )
+
+
+# Curves over training (the paper's figure on training curves).
+
+
+def _curves(results: Results) -> Figure | None:
+    panels = (("instance", "L_ins", 1.0), ("consistency", "L_con", 1.0), ("top1", INSTANCE_ACCURACY.heading, 100.0))
+    shown = [variant for variant in results.variants if results.records.get(variant.name)]
+    if not shown:
+        return None
+    figure = Figure(figsize=(11.0, 3.2), layout="constrained")
+    for axes, (name, heading, factor) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        _furnish(axes)
+        for variant in shown:
+            found = band(list(results.records[variant.name].values()), name)
+            if found is None:
+                continue
+            colour = COLOURS[list(results.variants).index(variant) % len(COLOURS)]
+            mean, deviation = factor * found.mean, factor * found.deviation
+            axes.fill_between(found.epochs, mean - deviation, mean + deviation, color=colour, alpha=0.2, linewidth=0)
+            axes.plot(found.epochs, mean, color=colour, linewidth=2, label=variant.label)
+        axes.set_xlabel("epoch")
+        axes.set_ylabel(heading)
+        axes.set_xlim(left=0)
+        if name != "instance":
+            axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    figure.axes[1].legend(frameon=False, fontsize=9, loc="best")
+    return figure
+
+
+# Everything else: a dot for each seed, and the mean, in a row for each variant.
+
+
+def _dots(results: Results) -> Figure | None:
+    measures = [measure for measure in measures_of(results.study) if measure.compared]
+    measures = [one for one in measures if any(results.values(v.name, one) for v in results.variants)]
+    if not measures:
+        return None
+    height = 0.9 + 0.36 * len(results.variants)
+    figure = Figure(figsize=(3.4 + 2.9 * len(measures), height), layout="constrained")
+    row = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
+    labels = [variant.label for variant in results.variants]
+    for axes, measure in zip(row, measures, strict=True):
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.grid(axis="x", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(axis="y", length=0)
+        for place, variant in enumerate(results.variants):
+            values = list(results.values(variant.name, measure).values())
+            found = spread(values)
+            if found is None:
+                continue
+            colour = COLOURS[1] if variant.baseline else COLOURS[0]
+            axes.plot(values, [place] * len(values), "o", color=colour, alpha=0.4, markersize=4)
+            axes.errorbar(
+                found.mean, place, xerr=found.deviation or 0.0, color=colour, marker="D", markersize=6, capsize=3
+            )
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.set_xlabel(measure.heading)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+    return figure

@@ -1,0 +1,260 @@
+"""The studies: each a grid of variants of one base experiment, declared as data. Nothing here imports torch.
+
+Every study takes a recipe with the consistency term as its base. A variant is the base with a few settings changed; its
+name follows from what it is, so that the same variant in two studies is one cell, computed once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from co2 import recipes
+from co2.config import Experiment, flatten
+from co2.errors import UserError, did_you_mean
+from co2.study.settings import changed, changes_between
+
+BASE = "co2-small"
+SEEDS = (0, 1, 2)
+ALPHAS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
+TAUS = (0.02, 0.04, 0.07, 0.1, 0.2)
+LABEL_SMOOTHING = 0.1  # the paper says "a small constant" without a number; the usual choice (Szegedy et al. 2016)
+PAPER_V1 = {"objective.alpha": 10.0, "objective.tau_consistency": 0.04}  # paper, section 3.1
+PAPER_V2 = {"objective.alpha": 0.3, "objective.tau_consistency": 0.05}
+QUICK = ("knn", "linear")
+TRANSFER = ("svm", "detection", "segmentation")
+# The same method on the other two sources of negatives, for images of the same size.
+SIBLINGS = {
+    "co2-small": ("co2-simclr-small", "co2-insdisc-small"),
+    "co2-v1": ("co2-simclr", "co2-insdisc"),
+    "co2-v2": ("co2-simclr", "co2-insdisc"),
+}
+_METHODS = {"queue": ("moco", "MoCo"), "in-batch": ("simclr", "SimCLR"), "memory-bank": ("insdisc", "InsDisc")}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a table: the base with some settings changed, trained from several seeds."""
+
+    name: str
+    """What its cells are called; safe as the name of a file."""
+    label: str
+    """What people call it."""
+    changes: Mapping[str, Any]
+    """By dotted names: how it differs from the base."""
+    baseline: str = ""
+    """Name of the variant that it is compared with."""
+    published: str = ""
+    """The method under which `co2.study.published` has numbers to stand beside."""
+    place: float | None = None
+    """Where it stands on the axis of the figure: its alpha, or its tau_con."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user chooses about the grids."""
+
+    base: Experiment
+    """The base recipe with everything that all cells have in common: epochs, edits, data."""
+    edits: Mapping[str, Any] = field(default_factory=dict)
+    """The edits in it, for the variants that start from another recipe."""
+    alphas: Sequence[float] = ALPHAS
+    taus: Sequence[float] = TAUS
+    vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question, the variants that answer it, and how each is judged."""
+
+    summary: str
+    variants: Callable[[Wanted], list[Variant]]
+    protocols: tuple[str, ...] = QUICK
+
+
+def name_of(experiment: Experiment) -> str:
+    """A name that says what the objective is: moco, moco-symmetric-co2-a1-t0.04, simclr-smoothing-0.1."""
+    objective, negatives = experiment.objective, experiment.negatives
+    parts = [_METHODS[negatives.source][0]]
+    parts += ["symmetric"] if negatives.symmetric else []
+    parts += [f"smoothing-{objective.label_smoothing:g}"] if objective.label_smoothing else []
+    parts += [f"co2-a{objective.alpha:g}-t{objective.tau_consistency:g}"] if objective.alpha else []
+    return "-".join(parts)
+
+
+def label_of(experiment: Experiment) -> str:
+    """The same for people: MoCo + CO2 (α=1, τ=0.04)."""
+    objective, negatives = experiment.objective, experiment.negatives
+    label = _METHODS[negatives.source][1] + (", symmetric" if negatives.symmetric else "")
+    label += f" + label smoothing {objective.label_smoothing:g}" if objective.label_smoothing else ""
+    if objective.alpha:
+        label += f" + CO2 (α={objective.alpha:g}, τ={objective.tau_consistency:g})"
+    return label
+
+
+def method_of(experiment: Experiment) -> str:
+    """Under which name published numbers of this method are kept: moco, co2, moco-symmetric, co2-simclr, ..."""
+    objective, negatives = experiment.objective, experiment.negatives
+    method = _METHODS[negatives.source][0]
+    if objective.alpha:
+        method = "co2" if method == "moco" else f"co2-{method}"
+    method += "-smoothing" if objective.label_smoothing else ""
+    return method + ("-symmetric" if negatives.symmetric else "")
+
+
+def cost_of(experiment: Experiment) -> float:
+    """How long a variant trains, relative to others of the same study: epochs, and twice that where both views are
+    encoded with gradients."""
+    both_views = experiment.negatives.symmetric or experiment.negatives.source == "in-batch"
+    return experiment.epochs * (2.0 if both_views else 1.0)
+
+
+def _variant(
+    wanted: Wanted,
+    changes: Mapping[str, Any],
+    *,
+    baseline: str = "",
+    place: float | None = None,
+    published: bool = True,
+) -> Variant:
+    experiment = changed(wanted.base, changes)
+    return Variant(
+        name_of(experiment),
+        label_of(experiment),
+        changes_between(wanted.base, experiment),
+        baseline=baseline,
+        published=method_of(experiment) if published else "",
+        place=place,
+    )
+
+
+def _pair(wanted: Wanted, changes: Mapping[str, Any]) -> list[Variant]:
+    """A method without the consistency term, and with it."""
+    alone = _variant(wanted, {**changes, "objective.alpha": 0.0})
+    return [alone, _variant(wanted, changes, baseline=alone.name)]
+
+
+def _with_consistency(wanted: Wanted) -> None:
+    if not wanted.base.objective.alpha:
+        raise UserError(
+            f"The base of this study, {wanted.base.recipe}, has no consistency term (alpha is 0); the baseline is made "
+            "from it by leaving the term out. Use --base co2-small, for instance, or --set objective.alpha=1."
+        )
+
+
+def claim(wanted: Wanted) -> list[Variant]:
+    """The paper's claim (sections 3.2 and 3.5): the baseline, CO2, label smoothing; the paper's own settings, and the
+    symmetric loss, where a queue has one."""
+    _with_consistency(wanted)
+    alone, consistent = _pair(wanted, {})
+    smoothing = {"objective.alpha": 0.0, "objective.label_smoothing": LABEL_SMOOTHING}
+    variants = [alone, consistent, _variant(wanted, smoothing, baseline=alone.name)]
+    variants += [_variant(wanted, paper, baseline=alone.name, published=False) for paper in (PAPER_V1, PAPER_V2)]
+    if wanted.base.negatives.source == "queue" and not wanted.base.negatives.symmetric:
+        variants += _pair(wanted, {"negatives.symmetric": True})
+    return _each_once(variants)
+
+
+def alpha(wanted: Wanted) -> list[Variant]:
+    """The weight of the consistency term (paper, figure on hyper-parameters, left): tau_con as in the base."""
+    _with_consistency(wanted)
+    baseline = _variant(wanted, {"objective.alpha": 0.0}, place=0.0)
+    weights = sorted({*wanted.alphas, wanted.base.objective.alpha} - {0.0})
+    return [baseline] + [
+        _variant(
+            wanted,
+            {"objective.alpha": float(weight)},
+            baseline=baseline.name,
+            place=float(weight),
+            published=weight == wanted.base.objective.alpha,
+        )
+        for weight in weights
+    ]
+
+
+def tau(wanted: Wanted) -> list[Variant]:
+    """The temperature of the consistency term (the same figure, right): alpha as in the base."""
+    _with_consistency(wanted)
+    baseline = _variant(wanted, {"objective.alpha": 0.0})
+    temperatures = sorted({*wanted.taus, wanted.base.objective.tau_consistency})
+    return [baseline] + [
+        _variant(
+            wanted,
+            {"objective.tau_consistency": float(temperature)},
+            baseline=baseline.name,
+            place=float(temperature),
+            published=temperature == wanted.base.objective.tau_consistency,
+        )
+        for temperature in temperatures
+    ]
+
+
+def pair(wanted: Wanted) -> list[Variant]:
+    """The baseline and CO2, and nothing else."""
+    _with_consistency(wanted)
+    return _pair(wanted, {})
+
+
+def mechanisms(wanted: Wanted) -> list[Variant]:
+    """The consistency term on all three sources of negatives: queue, batch and memory bank."""
+    _with_consistency(wanted)
+    if wanted.base.recipe not in SIBLINGS:
+        raise UserError(
+            f"mechanisms compares recipes that belong together, and there are none for {wanted.base.recipe}. "
+            f"Use --base {', '.join(SIBLINGS)}."
+        )
+    variants = _pair(wanted, {})
+    for name in SIBLINGS[wanted.base.recipe]:
+        sibling = changed(recipes.get(name), {"epochs": wanted.base.epochs, **wanted.edits})
+        variants += _pair(wanted, changes_between(wanted.base, sibling))
+    return variants
+
+
+def vary(wanted: Wanted) -> list[Variant]:
+    """Any settings, one at a time: the base, and the base with each of the values."""
+    if not wanted.vary:
+        raise UserError("vary needs something to vary: --vary encoder.groups=[2,4,8], for instance.")
+    base = _variant(wanted, {})
+    variants = [base]
+    for setting, values in wanted.vary.items():
+        for value in values:
+            experiment = changed(wanted.base, {setting: value})
+            changes = changes_between(wanted.base, experiment)
+            if not changes:
+                continue  # the base's own value
+            shown = flatten(experiment)[setting]
+            text = "-".join(f"{part:g}" for part in shown) if isinstance(shown, tuple) else f"{shown}"
+            slug = re.sub(r"[^\w.]+", "-", f"{setting}-{text}")
+            variants.append(Variant(f"{base.name}-{slug}", f"{setting} = {text}", changes, baseline=base.name))
+    return _each_once(variants)
+
+
+def _each_once(variants: Sequence[Variant]) -> list[Variant]:
+    """The same variant may come about in two ways: the paper's settings may be the base's."""
+    found: dict[str, Variant] = {}
+    for variant in variants:
+        found.setdefault(variant.name, variant)
+    return list(found.values())
+
+
+STUDIES: dict[str, Study] = {
+    "claim": Study("the baseline, with CO2, with label smoothing; the paper's alpha and tau; symmetric losses", claim),
+    "alpha": Study("the weight of the consistency term, from 0 to 10", alpha),
+    "tau": Study("the temperature of the consistency term", tau),
+    "curves": Study("both losses and instance accuracy during training, with and without CO2", pair),
+    "mechanisms": Study("CO2 on a queue, on in-batch negatives and on a memory bank", mechanisms),
+    "transfer": Study("VOC classification, detection and segmentation, with and without CO2", pair, TRANSFER),
+    "vary": Study("any settings, one at a time: --vary encoder.groups=[2,4,8]", vary),
+}
+
+
+def study_called(name: str) -> Study:
+    """The study, or what is wrong with its name."""
+    if name not in STUDIES:
+        raise UserError(
+            f"There is no study '{name}'.{did_you_mean(name, [*STUDIES, 'list', 'report'])} There are "
+            f"{', '.join(STUDIES)}."
+        )
+    return STUDIES[name]

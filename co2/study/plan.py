@@ -1,0 +1,146 @@
+"""What a folder of results is about: the base experiment and the grids declared on it, kept as study.json.
+
+A folder has one base and may hold several studies of it, which share their cells. The plan says which cells there
+should be; the records in cells/ say which there are. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from co2.config import Experiment, differences
+from co2.errors import UserError
+from co2.study.grids import Variant
+from co2.study.settings import changed, plain_settings
+
+PLAN = "study.json"
+CELLS = "cells"
+RUNS = "runs"
+FAILED = ".failed.json"
+_SEED = re.compile(r"(?P<variant>.+)-s(?P<seed>\d+)")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One study of a plan, as it was declared."""
+
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...]
+    protocols: Mapping[str, Mapping[str, Any]]
+    """How cells are judged: the settings of each protocol."""
+    command: str
+    """What the user typed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A base experiment and the studies of it."""
+
+    base: Experiment
+    validate: float | None = None
+    """The share of the training images on which cells are judged instead of the test images."""
+    view_size: int = 224
+    """Side of the views that a backbone is shown for VOC classification."""
+    grids: Mapping[str, Grid] = field(default_factory=dict)
+
+    def cells(self, study: str, seeds: Sequence[int] | None = None) -> list[Cell]:
+        """The cells of a study, seed by seed, so that an unfinished grid has whole rows to compare."""
+        grid = self.grids[study]
+        chosen = grid.seeds if seeds is None else seeds
+        return [self.cell(study, variant, seed) for seed in chosen for variant in grid.variants]
+
+    def cell(self, study: str, variant: Variant, seed: int) -> Cell:
+        """One variant, trained from one seed."""
+        experiment = changed(self.base, variant.changes).edit(seed=seed)
+        return Cell(f"{variant.name}-s{seed}", variant.name, experiment, self.grids[study].protocols)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run and what is asked of its backbone."""
+
+    name: str
+    variant: str
+    experiment: Experiment
+    protocols: Mapping[str, Mapping[str, Any]]
+
+
+def all_cells(plan: Plan, studies: Sequence[str]) -> list[Cell]:
+    """The cells of several studies, each once, with all that any of them asks about it."""
+    found: dict[str, Cell] = {}
+    for study in studies:
+        for cell in plan.cells(study):
+            known = found.get(cell.name)
+            found[cell.name] = (
+                cell if known is None else replace(known, protocols={**known.protocols, **cell.protocols})
+            )
+    return sorted(found.values(), key=lambda cell: cell.experiment.seed)  # stable: whole rows first
+
+
+def seeds_found(folder: Path, variants: Sequence[Variant]) -> set[int]:
+    """The seeds of the variants' records in a folder of results, planned or dropped in from elsewhere."""
+    names = {variant.name for variant in variants}
+    matches = (_SEED.fullmatch(path.stem) for path in (folder / CELLS).glob("*.json"))
+    return {int(match["seed"]) for match in matches if match and match["variant"] in names}
+
+
+def write_plan(folder: Path, plan: Plan) -> None:
+    """study.json: the plan as data."""
+    plain = {
+        "base": plain_settings(plan.base),
+        "validate": plan.validate,
+        "view_size": plan.view_size,
+        "studies": {name: dataclasses.asdict(grid) for name, grid in plan.grids.items()},
+    }
+    (folder / PLAN).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+
+
+def read_plan(folder: Path) -> Plan | None:
+    """The plan of a folder of results, or None where there is none yet."""
+    path = folder / PLAN
+    if not path.is_file():
+        return None
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        return Plan(
+            base=Experiment.from_json(json.dumps(plain["base"])),
+            validate=plain["validate"],
+            view_size=plain["view_size"],
+            grids={name: _grid(grid) for name, grid in plain["studies"].items()},
+        )
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged, or not the plan of a study. Choose another --out.") from error
+
+
+def _grid(plain: Mapping[str, Any]) -> Grid:
+    return Grid(
+        variants=tuple(Variant(**variant) for variant in plain["variants"]),
+        seeds=tuple(plain["seeds"]),
+        protocols=plain["protocols"],
+        command=plain["command"],
+    )
+
+
+def merge_plans(earlier: Plan | None, asked: Plan, folder: Path, redo: bool) -> Plan:
+    """The plan of a folder with what is asked for now added to it. Studies of one folder share their base."""
+    if earlier is None:
+        return asked
+    lines = [line.replace("the run folder", str(folder)) for line in differences(asked.base, earlier.base)]
+    for name in ("validate", "view_size"):
+        ours, theirs = getattr(asked, name), getattr(earlier, name)
+        lines += [f"{name}: {theirs} in {folder}, {ours} asked for"] if ours != theirs else []
+    if lines and not redo:
+        raise UserError(
+            f"{folder} holds studies with other settings:\n  "
+            + "\n  ".join(lines)
+            + "\nChoose another --out, or say --redo to compute them again with the new settings."
+        )
+    return replace(asked, grids={**earlier.grids, **asked.grids})

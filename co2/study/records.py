@@ -1,0 +1,140 @@
+"""The record of a cell: everything behind its numbers in one JSON file, and how it is told from another one's."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from co2.checkpoint import write_atomically
+from co2.config import Experiment, differences
+from co2.errors import UserError
+from co2.study.plan import CELLS, FAILED, Cell
+
+_DIGITS = 6  # significant ones in a curve: more than a figure shows, and a third of the space
+
+
+@dataclass(frozen=True)
+class CellRecord:
+    """A finished cell, as its file says."""
+
+    path: Path
+    experiment: Experiment
+    content: Mapping[str, Any]
+
+    @property
+    def evaluations(self) -> Mapping[str, Any]:
+        """By protocol: numbers, settings and details."""
+        found: Mapping[str, Any] = self.content["evaluations"]
+        return found
+
+    def number(self, measure: str) -> float | None:
+        """A number by its name: `linear.top1` from an evaluation, `train.consistency` from the end of a curve."""
+        kind, _, name = measure.partition(".")
+        if kind == "train":
+            return self._final(name)
+        value = self.evaluations.get(kind, {}).get("numbers", {}).get(name)
+        return None if value is None else float(value)
+
+    def curve(self, name: str) -> tuple[list[float], list[float]]:
+        """Epochs and values of a measure of training, leaving out what is missing."""
+        rows = self.content["curves"]["train"]
+        pairs = [(e, v) for e, v in zip(rows.get("epoch", []), rows.get(name, []), strict=False) if v is not None]
+        return [epoch for epoch, _ in pairs], [value for _, value in pairs]
+
+    def _final(self, name: str) -> float | None:
+        """Where a curve ended: its mean over the log lines of the last epoch."""
+        epochs, values = self.curve(name)
+        last = [value for epoch, value in zip(epochs, values, strict=True) if epoch > epochs[-1] - 1]
+        return sum(last) / len(last) if last else None
+
+
+def record_path(folder: Path, cell: str) -> Path:
+    """Where the record of a cell is."""
+    return folder / CELLS / f"{cell}.json"
+
+
+def read_record(path: Path) -> CellRecord | None:
+    """The record in a file, or None if there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        experiment = Experiment.from_json(json.dumps(content["settings"]))
+        content["evaluations"], content["curves"]["train"], content["data"]["train"]
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged, or not the record of a cell. Delete it to compute it again.") from error
+    return CellRecord(path, experiment, content)
+
+
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
+    """One line for each part, so that a person can find their way and a curve does not take a thousand lines."""
+    parts = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in content.items())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda file: file.write(f"{{\n{parts}\n}}\n".encode()))
+
+
+def mismatches(record: CellRecord, cell: Cell, data: Mapping[str, Any] | None, validate: float | None) -> list[str]:
+    """How a record differs from what is asked for, a line each. What is not yet in it is no difference."""
+    lines = [line.replace("the run folder", "the record") for line in differences(cell.experiment, record.experiment)]
+    recorded = record.content["data"]
+    if recorded.get("validate") != validate:
+        lines.append(f"share held out for validation: {recorded.get('validate')} in the record, {validate} asked for")
+    for name in ("train", "bank", "test", "classes") if data is not None else ():
+        if data is not None and recorded.get(name) != data[name]:
+            lines.append(f"data, {name}: {recorded.get(name)} in the record, {data[name]} asked for")
+    for protocol, settings in cell.protocols.items():
+        if protocol in record.evaluations:
+            theirs = record.evaluations[protocol]["settings"]
+            lines += [
+                f"{protocol}.{name}: {theirs.get(name)} in the record, {value} asked for"
+                for name, value in as_json(settings).items()
+                if theirs.get(name) != value
+            ]
+    return lines
+
+
+def as_json(value: Any) -> Any:
+    """The value as it comes back from a JSON file: lists for tuples."""
+    return json.loads(json.dumps(value))
+
+
+def missing_protocols(record: CellRecord | None, cell: Cell) -> list[str]:
+    """What a cell still has to be judged by."""
+    return [name for name in cell.protocols if record is None or name not in record.evaluations]
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Rows of metrics.jsonl as columns, rounded: a curve each, null where a row has no such value."""
+    names = dict.fromkeys(name for row in rows for name in row if name != "kind")
+    return {name: [_rounded(row.get(name)) for row in rows] for name in names}
+
+
+def _rounded(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+
+
+def write_failure(folder: Path, cell: Cell, error: str, exit_code: int) -> Path:
+    """What went wrong in a cell, beside the records; it goes away when the cell succeeds."""
+    path = folder / CELLS / f"{cell.name}{FAILED}"
+    write_record(path, {"cell": cell.name, "exit_code": exit_code, "error": error})
+    return path
+
+
+def failures(folder: Path) -> dict[str, str]:
+    """The error of each cell that failed, by its name."""
+    found = {}
+    for path in sorted((folder / CELLS).glob(f"*{FAILED}")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found[path.name.removesuffix(FAILED)] = str(content["error"])
+        except (ValueError, KeyError, TypeError):
+            found[path.name.removesuffix(FAILED)] = "its note is damaged"
+    return found

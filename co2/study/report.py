@@ -1,0 +1,157 @@
+"""What is there of a study, written down: STUDY.md, STUDY.csv, STUDY.svg and STUDY.png; and a page of several studies.
+
+The page, docs/RESULTS.md say, is generated as a whole. What people write about the numbers is kept in files of their
+own, which are included and never written to: notes.md and STUDY.notes.md in a folder of results, and PAGE.notes.md
+beside the page.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from co2.errors import UserError
+from co2.study.grids import STUDIES
+from co2.study.plan import CELLS, PLAN, RUNS, Cell, Plan, read_plan, seeds_found
+from co2.study.records import CellRecord, failures, mismatches, missing_protocols, read_record, record_path
+from co2.study.tables import Results, csv_text, markdown_text
+
+_MARK = "<!-- Written by `co2 study report`. "
+
+
+def gather(folder: Path, plan: Plan, study: str) -> Results:
+    """The records of a study, planned or dropped in from elsewhere, and what is missing."""
+    grid = plan.grids[study]
+    failed = failures(folder)
+    records: dict[str, dict[int, CellRecord]] = {variant.name: {} for variant in grid.variants}
+    missing = {}
+    for seed in sorted({*grid.seeds, *seeds_found(folder, grid.variants)}):
+        for variant in grid.variants:
+            cell = plan.cell(study, variant, seed)
+            record, why = _usable(folder, plan, cell)
+            if record is not None:
+                records[variant.name][seed] = record
+            if why and (seed in grid.seeds or record is not None):
+                missing[cell.name] = _shortened(failed.get(cell.name, "")) or why
+    return Results(study, grid.variants, records, missing, plan.base.data, plan.validate)
+
+
+def _usable(folder: Path, plan: Plan, cell: Cell) -> tuple[CellRecord | None, str]:
+    """The record of a cell if there is one with its settings, and why it is missing or incomplete."""
+    try:
+        record = read_record(record_path(folder, cell.name))
+    except UserError as error:
+        return None, f"left out: {error}"
+    if record is None:
+        return None, "not computed yet"
+    lines = mismatches(record, cell, None, plan.validate)
+    if lines:
+        return None, f"left out: its record has other settings ({'; '.join(lines[:3])})"
+    absent = missing_protocols(record, cell)
+    return record, f"not yet judged by {' and '.join(absent)}" if absent else ""
+
+
+def _shortened(error: str) -> str:
+    return f"failed: {error.splitlines()[-1][:300]}" if error.strip() else ""
+
+
+def report_study(folder: Path, plan: Plan, study: str) -> Results:
+    """Write the tables and the figure of a study into its folder."""
+    results = gather(folder, plan, study)
+    command = plan.grids[study].command
+    heading = f"# {study}: {STUDIES[study].summary}\n\n`{command}`\n\n" if study in STUDIES else ""
+    (folder / f"{study}.md").write_text(heading + markdown_text(results), encoding="utf-8")
+    (folder / f"{study}.csv").write_text(csv_text(results), encoding="utf-8")
+    try:
+        from co2.study.figures import draw
+    except ImportError as error:
+        if error.name is None or not error.name.startswith("matplotlib"):
+            raise
+        print(f"matplotlib is not installed here. Draw the figure later: co2 study report {shlex.quote(str(folder))}")
+    else:
+        draw(results, folder)
+    return results
+
+
+def report_folder(folder: Path) -> tuple[Plan, list[Results]]:
+    """The same for every study of a folder."""
+    plan = read_plan(folder)
+    if plan is None:
+        raise UserError(f"{folder} holds no study: it has no {PLAN}. Name folders that `co2 study` has written.")
+    return plan, [report_study(folder, plan, study) for study in plan.grids]
+
+
+def write_page(folders: Sequence[Path], out: Path) -> Path:
+    """One Markdown page of all studies in the folders, with their figures, commands and records."""
+    _refuse_foreign(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    notes = out.with_name(f"{out.stem}.notes.md")
+    words = " ".join(["co2 study report", *(shlex.quote(os.fspath(folder)) for folder in folders)])
+    parts = [
+        f"{_MARK}Do not edit: write into {notes.name} beside this page, or into notes.md and STUDY.notes.md in the "
+        "folders of results. -->",
+        "# Results",
+        f"Made from the records by `{words} --out {shlex.quote(os.fspath(out))}`. Every table and figure names the "
+        "command that makes it and the records it is made of.",
+        _text_of(notes),
+    ]
+    for folder in folders:
+        plan, results = report_folder(folder)
+        parts += [_heading(plan, folder, out.parent), _text_of(folder / "notes.md")]
+        parts += [section for one in results for section in _section(plan, one, folder, out.parent)]
+    out.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+    return out
+
+
+def _refuse_foreign(out: Path) -> None:
+    if out.is_file() and not out.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
+        raise UserError(f"{out} was not written by `co2 study report` and is left alone. Choose another --out.")
+
+
+def _heading(plan: Plan, folder: Path, page: Path) -> str:
+    base = plan.base
+    name = os.path.basename(os.path.normpath(base.data))
+    held_out = f", judged on {plan.validate:.0%} of the training images" if plan.validate is not None else ""
+    return (
+        f"## {name}, {base.epochs} epochs{held_out}\n\n"
+        f"Base: `{base.recipe}` with {base.encoder.backbone}, views of {base.views.size} pixels, batch "
+        f"{base.batch_size}, {base.negatives.size:,} negatives, {base.encoder.groups} groups of batch statistics, "
+        f"{base.optimisation.schedule} schedule; all of it in [{PLAN}]({_relative(folder / PLAN, page)})."
+    )
+
+
+def _section(plan: Plan, results: Results, folder: Path, page: Path) -> list[str]:
+    study = results.study
+    found = [record for by_seed in results.records.values() for record in by_seed.values()]
+    devices = sorted({str(record.content["made_with"]["device"]) for record in found})
+    minutes = sum(float(record.content["seconds"]["wall"]) for record in found) / 60
+    parts = [
+        f"### {study}: {STUDIES[study].summary if study in STUDIES else ''}".rstrip(": "),
+        f"```\n{plan.grids[study].command}\n```",
+        f"Records: {len(found)} in [{folder / CELLS}]({_relative(folder / CELLS, page)}), the numbers in "
+        f"[{study}.csv]({_relative(folder / f'{study}.csv', page)}). "
+        + (f"{minutes:.0f} minutes of cells in all, on {' and '.join(devices)}." if found else "None yet."),
+        markdown_text(results).strip(),
+    ]
+    figure = folder / f"{study}.svg"
+    if figure.is_file():
+        parts.append(f"![{study}]({_relative(figure, page)})")
+    parts.append(_text_of(folder / f"{study}.notes.md"))
+    return parts
+
+
+def _relative(path: Path, page: Path) -> str:
+    return os.path.relpath(path, page).replace(os.sep, "/")
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+
+
+def keep_runs_out_of_git(out: Path, runs: Path) -> None:
+    """Records are for keeping, checkpoints are not: a folder of runs inside the results is hidden from git."""
+    if runs.resolve() == (out / RUNS).resolve():
+        runs.mkdir(parents=True, exist_ok=True)
+        (runs / ".gitignore").write_text("# Checkpoints and logs; the records are in ../cells\n*\n", encoding="utf-8")

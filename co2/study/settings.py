@@ -1,0 +1,90 @@
+"""Settings by their dotted names: `objective.alpha=0.3` as text, and an experiment with it changed. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from co2.config import Experiment, flatten
+from co2.errors import UserError, did_you_mean
+
+# What a study decides for each of its cells, and the option with which the user decides it.
+_DECIDED = {"data": "--data", "out": "--out", "seed": "--seeds", "resume": "", "device": "--device"}
+_DECIDED |= {"workers": "--workers", "recipe": "--base"}
+
+
+def parse_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
+    """`NAME=VALUE` texts as a dictionary. Values are JSON (0.3, true, [0.08, 1]), `0.08,1` for short, or plain text."""
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip() or not value.strip():
+            raise UserError(f"{option} {text} is not understood. Write {option} objective.alpha=0.3, for instance.")
+        found[name.strip().replace("-", "_")] = _value(value.strip())
+    return found
+
+
+def _value(text: str) -> Any:
+    for spelling in (text, f"[{text}]", text.lower()):  # 0.3; 0.08,1; True
+        if spelling.startswith("[") and "," not in text and not text.startswith("["):
+            continue  # a single word
+        try:
+            return json.loads(spelling)
+        except ValueError:
+            continue
+    return text
+
+
+def changed(experiment: Experiment, changes: Mapping[str, Any]) -> Experiment:
+    """The experiment with settings changed by their dotted names; unknown ones and wrong kinds are refused by name."""
+    known = flatten(experiment)
+    plain = dataclasses.asdict(experiment)
+    for name, value in changes.items():
+        if name not in known:
+            raise UserError(f"An experiment has no setting '{name}'.{did_you_mean(name, known)}")
+        group, _, inner = name.partition(".")
+        if inner:
+            plain[group][inner] = value
+        else:
+            plain[group] = value
+    return Experiment.from_json(json.dumps(plain))
+
+
+def refuse_decided(changes: Mapping[str, Any], option: str) -> None:
+    """A study fills in some settings itself; they cannot be edited as well."""
+    for name in changes:
+        if name in _DECIDED:
+            instead = f" Use {_DECIDED[name]}." if _DECIDED[name] else ""
+            raise UserError(f"{option} cannot change {name}, which a study decides for each cell.{instead}")
+
+
+def changes_between(base: Experiment, other: Experiment) -> dict[str, Any]:
+    """By dotted names, what has to be changed in `base` to make it `other`, leaving aside what a study decides."""
+    ours, theirs = flatten(base), flatten(other)
+    return {name: theirs[name] for name in ours if name not in _DECIDED and ours[name] != theirs[name]}
+
+
+def plain_settings(experiment: Experiment) -> dict[str, Any]:
+    """The experiment as JSON has it, without the circumstances that differ from one sitting to the next."""
+    plain: dict[str, Any] = json.loads(experiment.to_json())
+    return {name: value for name, value in plain.items() if name not in ("out", "resume", "device", "workers")}
+
+
+def changed_settings(settings: Any, changes: Mapping[str, Any], protocol: str) -> Any:
+    """The settings of a protocol, a dataclass, with some changed by name."""
+    for name, value in changes.items():
+        known = settings.__dataclass_fields__
+        if name not in known:
+            raise UserError(f"{protocol} has no setting '{name}'.{did_you_mean(name, known)}")
+        default = getattr(settings, name)
+        value = tuple(value) if isinstance(value, list) else value
+        if isinstance(default, tuple) and not isinstance(value, tuple):
+            value = (value,)
+        if isinstance(default, float) and type(value) is int:
+            value = float(value)
+        if type(value) is not type(default):
+            raise UserError(f"{protocol}.{name} cannot be {value!r}: it is {default!r} by default.")
+        settings = dataclasses.replace(settings, **{name: value})
+    return settings

@@ -1,0 +1,420 @@
+"""A sitting at a study: the cells that are not done yet, one after another or several at once, until the time is up.
+
+Each cell is a process of its own (`co2 study cell`), so that one that fails takes nothing with it, and so that stopping
+it is what stops any run: SIGTERM, a checkpoint, and the next sitting goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from co2.checkpoint import CONFIG
+from co2.config import Experiment, differences
+from co2.data.open import VALIDATION, open_data, validation_of
+from co2.engine.records import METRICS
+from co2.errors import UserError
+from co2.machine import choose_workers
+from co2.study.cell import Job
+from co2.study.grids import cost_of
+from co2.study.plan import CELLS, FAILED, Cell, Plan
+from co2.study.records import mismatches, missing_protocols, read_record, record_path, write_failure
+
+_STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+_TO_STOP = 25.0  # seconds before the limit at which cells are asked to stop: a step, a measurement, a checkpoint
+_TO_START = 30.0  # seconds more that a cell must have before that, to be worth its start
+_SAY_EVERY = 60.0  # seconds between two lines where nobody watches
+_ERROR_LENGTH = 2000
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Where and how a study is worked on; none of it changes a number."""
+
+    out: Path
+    runs: Path
+    voc: str = ""
+    device: str = "auto"
+    workers: int = -1
+    jobs: int = 1
+    minutes: float | None = None
+    redo: bool = False
+    keep_checkpoints: bool = False
+    began: float = field(default_factory=time.monotonic)
+    """From when on the minutes count."""
+
+    def __post_init__(self) -> None:
+        if self.jobs < 1:
+            raise UserError(f"--jobs must be at least 1; got {self.jobs}.")
+        if self.minutes is not None and not self.minutes > 0:
+            raise UserError(f"--time-limit is in minutes, and must be above 0; got {self.minutes}.")
+
+
+@dataclass
+class Outcome:
+    """How a sitting went, by the names of cells."""
+
+    done: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """Not begun, or stopped in the middle."""
+    signal_number: int = 0
+    """What the user stopped the sitting by."""
+
+
+def outstanding(cells: Sequence[Cell], plan: Plan, circumstances: Circumstances) -> tuple[list[Cell], list[str]]:
+    """The cells that have something left to do, and the names of those that have not.
+
+    Records and runs of these names with other settings are refused, or given up if the user says so.
+    """
+    data = _count_images(data_of(plan))
+    todo: list[Cell] = []
+    done: list[str] = []
+    differing = {}
+    for cell in cells:
+        path, run = record_path(circumstances.out, cell.name), circumstances.runs / cell.name
+        record = read_record(path)
+        lines = mismatches(record, cell, data, plan.validate) if record is not None else []
+        if lines and circumstances.redo:
+            print(f"{cell.name}: its record has other settings ({lines[0]}) and is computed again.")
+            path.unlink()
+            record, lines = None, []
+        missing = missing_protocols(record, cell)
+        if missing or lines:
+            lines += _other_run(run, cell, plan, circumstances.redo)
+        if lines:
+            differing[cell.name] = lines
+        if missing:
+            todo.append(cell)
+        else:
+            done.append(cell.name)
+    if differing:
+        raise UserError(
+            "There are records or runs of these cells with other settings:\n"
+            + "\n".join(f"  {name}: {'; '.join(lines[:3])}" for name, lines in list(differing.items())[:8])
+            + "\nChoose another --out (and --runs), or say --redo to compute these cells again."
+        )
+    return todo, done
+
+
+def data_of(plan: Plan) -> str:
+    """What cells train on and are judged on: the data as named, or with a part for validation put aside."""
+    return plan.base.data if plan.validate is None else validation_of(plan.base.data, plan.validate)
+
+
+def _count_images(data: str) -> dict[str, Any]:
+    splits = open_data(data)
+    if splits.bank is None:
+        raise UserError(f"A study needs labels to judge by, and there are none in {splits.description}.")
+    return {
+        "train": len(splits.train),
+        "bank": len(splits.bank),
+        "test": len(splits.test) if splits.test is not None else 0,
+        "classes": len(splits.bank.classes),
+    }
+
+
+def _other_run(run: Path, cell: Cell, plan: Plan, redo: bool) -> list[str]:
+    """How the run in a folder differs from a cell; if the user wants it redone, the folder is removed instead."""
+    if not (run / CONFIG).is_file():
+        return []
+    found = Experiment.from_json((run / CONFIG).read_text(encoding="utf-8"))
+    lines = [line.replace("the run folder", str(run)) for line in differences(cell.experiment, found)]
+    if _put_aside(found.data) != _put_aside(data_of(plan)):
+        lines.append(f"data: {found.data} in {run}, {data_of(plan)} asked for")
+    if lines and redo:
+        print(f"{cell.name}: the run in {run} has other settings ({lines[0]}) and is removed.")
+        shutil.rmtree(run)
+        return []
+    return lines
+
+
+def _put_aside(data: str) -> list[str]:
+    """The part of a specification that says what is put aside for validation."""
+    return data.split(":")[:3] if data.startswith(f"{VALIDATION}:") else []
+
+
+def sit(
+    todo: Sequence[Cell], already: int, plan: Plan, circumstances: Circumstances, commands: Mapping[str, str]
+) -> Outcome:
+    """Work on the cells until they are done or the time is up.
+
+    Args:
+        todo: the cells, in order.
+        already: how many others are done.
+        plan: what they belong to.
+        circumstances: where and how.
+        commands: what the user typed, by the names of cells.
+    """
+    outcome = Outcome()
+    if todo:
+        _Sitting(todo, already, plan, circumstances, commands, outcome).work()
+    return outcome
+
+
+@dataclass
+class _Process:
+    """A cell that is being worked on."""
+
+    cell: Cell
+    process: subprocess.Popen[bytes]
+    log: Path
+    log_begins: int
+    """Where in its log this sitting begins."""
+    share_before: float
+    """How much of its training earlier sittings have done."""
+    began: float = field(default_factory=time.monotonic)
+    told_to_stop: bool = False
+
+
+class _Sitting:
+    def __init__(
+        self,
+        todo: Sequence[Cell],
+        already: int,
+        plan: Plan,
+        circumstances: Circumstances,
+        commands: Mapping[str, str],
+        outcome: Outcome,
+    ) -> None:
+        self.waiting = list(todo)
+        self.already = already
+        self.cells = already + len(todo)
+        self.plan = plan
+        self.circumstances = circumstances
+        self.commands = commands
+        self.outcome = outcome
+        self.running: list[_Process] = []
+        self.cost_done = 0.0  # by processes of this sitting that have ended
+        self.seconds_spent = 0.0  # by the same
+        minutes = circumstances.minutes
+        limit = float("inf") if minutes is None else 60 * minutes
+        self.end = circumstances.began + limit
+        self.stop_at = self.end - min(_TO_STOP, 0.2 * limit)  # short limits are for trying things out
+        self.start_until = self.stop_at - min(_TO_START, 0.2 * limit)
+        circumstances.runs.mkdir(parents=True, exist_ok=True)
+        (circumstances.out / CELLS).mkdir(parents=True, exist_ok=True)
+
+    def work(self) -> None:
+        """Start, watch and stop processes until nothing is left to do."""
+        with _stop_requests() as requested, self._display() as show:
+            try:
+                while self.running or (self.waiting and self._may_start(requested)):
+                    while self.waiting and len(self.running) < self.circumstances.jobs and self._may_start(requested):
+                        self._start(self.waiting.pop(0))
+                    if requested or time.monotonic() > self.stop_at:
+                        self._stop()
+                    self._collect()
+                    show()
+                    time.sleep(0.1)
+            finally:
+                for one in self.running:  # only when something went wrong above
+                    one.process.kill()
+        self.outcome.left += [cell.name for cell in self.waiting]
+        self.outcome.signal_number = requested[0] if requested else 0
+        if time.monotonic() > self.start_until and self.outcome.left:
+            print("The time is up. The same command goes on from here.", flush=True)
+
+    def _may_start(self, requested: Sequence[int]) -> bool:
+        return not requested and time.monotonic() < self.start_until
+
+    def _start(self, cell: Cell) -> None:
+        circumstances = self.circumstances
+        run, record = circumstances.runs / cell.name, record_path(circumstances.out, cell.name)
+        known = read_record(record)
+        # A record of another training is only replaced by one that says as much.
+        also = {name: known.evaluations[name]["settings"] for name in known.evaluations} if known is not None else {}
+        workers = circumstances.workers
+        if workers < 0 and circumstances.jobs > 1:
+            workers = choose_workers(-1, circumstances.jobs)
+        experiment = cell.experiment.edit(
+            data=data_of(self.plan), out=str(run), resume="auto", device=circumstances.device, workers=workers
+        )
+        job = Job(
+            cell=cell.name,
+            experiment=experiment.to_json(),
+            protocols=_only_settings(also) | dict(cell.protocols),
+            record=str(record),
+            data=self.plan.base.data,
+            validate=self.plan.validate,
+            voc=circumstances.voc,
+            view_size=self.plan.view_size,
+            command=self.commands[cell.name],
+            keep_checkpoints=circumstances.keep_checkpoints,
+        )
+        job_file = run.with_name(f"{run.name}.job.json")
+        job.write(job_file)
+        log = run.with_name(f"{run.name}.log")
+        with open(log, "ab") as output:
+            begins = output.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "co2.cli", "study", "cell", str(job_file)],
+                stdin=subprocess.PIPE,  # closed by the system when this process ends, in whatever way
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(circumstances.jobs),
+                start_new_session=True,  # Ctrl-C is ours to pass on
+            )
+        share = _share_done(run, cell)
+        self.running.append(_Process(cell, process, log, begins, share))
+        goes_on = f" goes on at epoch {share * cell.experiment.epochs:.0f}" if share else " begins"
+        print(f"[{self._number_done() + len(self.running)}/{self.cells}] {cell.name}{goes_on}", flush=True)
+
+    def _number_done(self) -> int:
+        return self.already + len(self.outcome.done) + len(self.outcome.failed)
+
+    def _stop(self) -> None:
+        for one in self.running:
+            if not one.told_to_stop:
+                one.process.terminate()
+                one.told_to_stop = True
+            elif time.monotonic() > self.end:
+                one.process.kill()  # its last checkpoint is an epoch old at most
+
+    def _collect(self) -> None:
+        """What has ended, and how."""
+        for one in [one for one in self.running if one.process.poll() is not None]:
+            self.running.remove(one)
+            assert one.process.stdin is not None
+            one.process.stdin.close()
+            code, name = one.process.returncode, one.cell.name
+            seconds = time.monotonic() - one.began
+            self.seconds_spent += seconds
+            self.cost_done += (self._share(one) - one.share_before) * cost_of(one.cell.experiment)
+            note = self.circumstances.out / CELLS / f"{name}{FAILED}"
+            if code == 0:
+                self.outcome.done.append(name)
+                note.unlink(missing_ok=True)
+                print(f"{name} done in {_duration(seconds)}: {self._numbers(one.cell)}.{self._time_left()}", flush=True)
+            elif code in _STOPPED or (one.told_to_stop and code == -signal.SIGKILL):
+                self.outcome.left.append(name)
+                share = self._share(one)
+                print(f"{name} stopped at epoch {share * one.cell.experiment.epochs:.0f}; it can go on.", flush=True)
+            else:
+                self.outcome.failed.append(name)
+                error = _error_in(one.log, one.log_begins) or f"The process ended with code {code} and said nothing."
+                write_failure(self.circumstances.out, one.cell, error, code)
+                print(f"{name} failed: {error.splitlines()[-1]} All of it is in {one.log}.", flush=True)
+
+    def _numbers(self, cell: Cell) -> str:
+        record = read_record(record_path(self.circumstances.out, cell.name))
+        assert record is not None
+        first = {name: next(iter(found["numbers"].items())) for name, found in record.evaluations.items()}
+        return ", ".join(f"{protocol} {name} {value:.2f}" for protocol, (name, value) in first.items())
+
+    def _share(self, one: _Process) -> float:
+        return _share_done(self.circumstances.runs / one.cell.name, one.cell)
+
+    def _time_left(self) -> str:
+        """In words, from how fast this sitting has been; nothing as long as that says nothing."""
+        running = [(one, self._share(one)) for one in self.running]
+        done = self.cost_done + sum((share - one.share_before) * cost_of(one.cell.experiment) for one, share in running)
+        spent = self.seconds_spent + sum(time.monotonic() - one.began for one in self.running)
+        left = sum((1 - share) * cost_of(one.cell.experiment) for one, share in running)
+        left += sum(
+            (1 - _share_done(self.circumstances.runs / cell.name, cell)) * cost_of(cell.experiment)
+            for cell in self.waiting
+        )
+        if not done or not left:
+            return ""
+        at_once = min(self.circumstances.jobs, len(self.waiting) + len(self.running))
+        return f" About {_duration(spent / done * left / at_once)} left."
+
+    def _status(self) -> str:
+        stands = ", ".join(
+            f"{one.cell.name} at epoch {self._share(one) * one.cell.experiment.epochs:.0f}/{one.cell.experiment.epochs}"
+            for one in self.running
+        )
+        return f"{self._number_done()} of {self.cells} cells done; {stands or 'none running'}.{self._time_left()}"
+
+    @contextmanager
+    def _display(self) -> Iterator[Any]:
+        """A status line that changes where somebody is looking, a line every minute where not."""
+        if sys.stdout.isatty():
+            from rich.console import Console
+
+            console = Console(highlight=False)
+            with console.status("") as line:
+                yield lambda: line.update(self._status())
+            return
+        said = [time.monotonic()]
+
+        def say_now_and_then() -> None:
+            if time.monotonic() > said[0] + _SAY_EVERY and self.running:
+                said[0] = time.monotonic()
+                print(self._status(), flush=True)
+
+        yield say_now_and_then
+
+
+def _only_settings(recorded: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The settings of protocols out of a record, which has the seed and the size of views among them."""
+    return {
+        protocol: {name: value for name, value in settings.items() if name not in ("seed", "view_size")}
+        for protocol, settings in recorded.items()
+    }
+
+
+def _environment(jobs: int) -> dict[str, str]:
+    environment = dict(os.environ)
+    if jobs > 1:  # processes that share cores do more with a few threads each than with many that wait for each other
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+    return environment
+
+
+def _share_done(run: Path, cell: Cell) -> float:
+    """How much of a cell's training is logged, from 0 to 1."""
+    try:
+        with open(run / METRICS, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0.0
+    for line in reversed(lines):
+        try:
+            return min(1.0, float(json.loads(line)["epoch"]) / cell.experiment.epochs)
+        except (ValueError, KeyError, TypeError):
+            continue  # a line that is being written, or half of one
+    return 0.0
+
+
+def _error_in(log: Path, begins: int) -> str:
+    """The end of what a process said."""
+    with open(log, "rb") as file:
+        file.seek(begins)
+        return file.read().decode("utf-8", errors="replace").strip()[-_ERROR_LENGTH:]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+@contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM end up in the list, to be passed on; Ctrl-C twice ends everything at once."""
+    requests: list[int] = []
+
+    def request(number: int, frame: FrameType | None) -> None:
+        if requests and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        requests.append(number)
+
+    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield requests
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,312 @@
+"""Records in; means, standard deviations and paired differences out, as Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scipy import stats  # type: ignore[import-untyped]
+
+from co2.study.curves import band
+from co2.study.grids import Variant
+from co2.study.published import Published, published_for
+from co2.study.records import CellRecord
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that records have, and how a table shows it."""
+
+    name: str
+    """As `CellRecord.number` takes it."""
+    heading: str
+    compared: bool = True
+    """Whether differences to the baseline are shown."""
+    factor: float = 1.0
+    """100 turns the shares of the training log into percents."""
+    decimals: int = 2
+
+
+KNN = Measure("knn.top1", "kNN top-1 (%)")
+LINEAR = Measure("linear.top1", "linear top-1 (%)")
+LOSS_INSTANCE = Measure("train.instance", "L_ins at the end", compared=False, decimals=3)
+LOSS_CONSISTENCY = Measure("train.consistency", "L_con at the end", compared=False, decimals=3)
+INSTANCE_ACCURACY = Measure("train.top1", "instance accuracy (%)", compared=False, factor=100)
+USUAL = (KNN, LINEAR, LOSS_CONSISTENCY, INSTANCE_ACCURACY)
+MEASURES: dict[str, tuple[Measure, ...]] = {
+    "curves": (
+        Measure("train.instance", "L_ins at the end", decimals=3),
+        Measure("train.consistency", "L_con at the end", decimals=3),
+        Measure("train.top1", "instance accuracy (%)", factor=100),
+        Measure("linear.top1", "linear top-1 (%)"),
+    ),
+    "transfer": (
+        Measure("svm.mAP_11point", "svm mAP, 11 points"),
+        Measure("svm.mAP_area", "svm mAP, area"),
+        Measure("detection.AP50", "detection AP50"),
+        Measure("detection.AP", "detection AP"),
+        Measure("detection.AP75", "detection AP75"),
+        Measure("segmentation.mIoU", "segmentation mIoU"),
+    ),
+}
+
+
+def measures_of(study: str) -> tuple[Measure, ...]:
+    """What the table of a study shows."""
+    return MEASURES.get(study, USUAL)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What is there of a study: the records of each variant by seed."""
+
+    study: str
+    variants: tuple[Variant, ...]
+    records: Mapping[str, Mapping[int, CellRecord]]
+    """By variant and seed."""
+    missing: Mapping[str, str]
+    """Cells that are not there or not used, and why."""
+    data: str
+    validate: float | None
+
+    def values(self, variant: str, measure: Measure) -> dict[int, float]:
+        """The numbers of a variant by seed, of the seeds that have it."""
+        numbers = {seed: record.number(measure.name) for seed, record in self.records.get(variant, {}).items()}
+        return {seed: measure.factor * value for seed, value in sorted(numbers.items()) if value is not None}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over seeds."""
+
+    mean: float
+    deviation: float | None
+    """Standard deviation of the sample; None for a single seed."""
+    count: int
+
+    def text(self, decimals: int = 2) -> str:
+        """`82.60 ± 0.21`"""
+        mean = f"{self.mean:.{decimals}f}"
+        return mean if self.deviation is None else f"{mean} ± {self.deviation:.{decimals}f}"
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Mean and standard deviation of the sample; None of nothing."""
+    if not values:
+        return None
+    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A variant against its baseline, seed by seed."""
+
+    difference: Spread
+    t: float | None
+    p: float | None
+    """Of the two-sided paired t-test; None where fewer than two seeds are shared or all differences are the same."""
+
+
+def compare(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Comparison | None:
+    """The differences over the seeds that both have; None if they share none."""
+    seeds = sorted(set(ours) & set(theirs))
+    difference = spread([ours[seed] - theirs[seed] for seed in seeds])
+    if difference is None:
+        return None
+    if not difference.deviation:
+        return Comparison(difference, None, None)
+    test = stats.ttest_rel([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
+    return Comparison(difference, float(test.statistic), float(test.pvalue))
+
+
+def rows_of(results: Results) -> list[dict[str, Any]]:
+    """A row for each number of each variant, with everything known about it: what the CSV file holds."""
+    rows = []
+    for variant in results.variants:
+        for measure in measures_of(results.study):
+            values = results.values(variant.name, measure)
+            found = spread(list(values.values()))
+            against = compare(values, results.values(variant.baseline, measure)) if variant.baseline else None
+            rows.append(
+                {
+                    "study": results.study,
+                    "variant": variant.name,
+                    "label": variant.label,
+                    "measure": measure.name,
+                    "n": found.count if found else 0,
+                    "mean": found.mean if found else None,
+                    "deviation": found.deviation if found else None,
+                    "baseline": variant.baseline,
+                    "paired_n": against.difference.count if against else None,
+                    "difference": against.difference.mean if against else None,
+                    "difference_deviation": against.difference.deviation if against else None,
+                    "t": against.t if against else None,
+                    "p": against.p if against else None,
+                    "seeds": " ".join(map(str, values)),
+                    "values": " ".join(f"{value:.6g}" for value in values.values()),
+                }
+            )
+    return rows
+
+
+def csv_text(results: Results) -> str:
+    """The table as CSV: a line for each number of each variant."""
+    rows = rows_of(results)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def markdown_text(results: Results) -> str:
+    """The table as Markdown: what was measured, what is published, what is missing."""
+    parts = [_judged_on(results), _main_table(results)]
+    if results.study == "curves":
+        parts.append(_throughout(results))
+    parts += [_about_the_test(results), _published_table(results), _missing_list(results)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _judged_on(results: Results) -> str:
+    if results.study == "transfer":
+        return "Backbones pre-trained here, judged on PASCAL VOC; one run of each protocol for each seed's backbone."
+    if results.validate is None:
+        return "Accuracies on the held-out images of the data (their test split)."
+    return (
+        f"Accuracies on {100 * results.validate:g}% of the training images, balanced over classes and put aside before "
+        "pre-training; the test split was not touched. For choosing settings, not to stand beside published numbers."
+    )
+
+
+def _main_table(results: Results) -> str:
+    measures = measures_of(results.study)
+    lines = {variant.name: [_escaped(variant.label), _seed_count(results, variant)] for variant in results.variants}
+    headings = ["variant", "seeds"]
+    for measure in measures:
+        headings.append(measure.heading)
+        means = {}
+        for variant in results.variants:
+            found = spread(list(results.values(variant.name, measure).values()))
+            lines[variant.name].append(found.text(measure.decimals) if found else "–")
+            if found:
+                means[variant.name] = found.mean
+        best = max(means, key=means.__getitem__) if len(means) > 1 else None
+        if best is not None and measure.compared and not measure.name.startswith("train."):
+            lines[best][-1] = f"**{lines[best][-1]}**"
+    for measure in measures:
+        if not measure.compared:
+            continue
+        headings.append(f"Δ {measure.heading.replace(' (%)', '')}")
+        for variant in results.variants:
+            lines[variant.name].append(_difference(results, variant, measure))
+    return _table(headings, list(lines.values()))
+
+
+def _seed_count(results: Results, variant: Variant) -> str:
+    return str(len(results.records.get(variant.name, {})))
+
+
+def _difference(results: Results, variant: Variant, measure: Measure) -> str:
+    if not variant.baseline:
+        return ""
+    found = compare(results.values(variant.name, measure), results.values(variant.baseline, measure))
+    if found is None:
+        return "–"
+    text = f"{found.difference.mean:+.{measure.decimals}f}"
+    if found.difference.deviation is not None:
+        text += f" ± {found.difference.deviation:.{measure.decimals}f}"
+    return f"{text} (n={found.difference.count}{_p_text(found.p)})"
+
+
+def _p_text(p: float | None) -> str:
+    if p is None or not math.isfinite(p):
+        return ""
+    return ", p<0.001" if p < 0.001 else f", p={p:.3f}"
+
+
+def _about_the_test(results: Results) -> str:
+    baselines = {variant.baseline for variant in results.variants if variant.baseline}
+    names = {variant.name: variant.label for variant in results.variants}
+    against = " and ".join(_escaped(names.get(name, name)) for name in sorted(baselines, key=list(names).index))
+    several = " (for each variant its own)" if len(baselines) > 1 else ""
+    counts = {len(records) for records in results.records.values()}
+    few = (
+        f" With {max(counts)} seeds the test has little power and the standard deviations are rough: a large p is no "
+        "evidence of no difference."
+        if counts and 1 < max(counts) <= 5
+        else ""
+    )
+    return (
+        f"Mean ± standard deviation of the sample over seeds. Δ: difference to {against}{several}, seed by seed: its "
+        "mean ± its standard deviation, over n seeds that both have, with the p of a two-sided paired t-test, not "
+        f"corrected for the number of comparisons.{few}"
+    )
+
+
+def _throughout(results: Results) -> str:
+    """How much of the training the consistency loss stays below the baseline's."""
+    lines = []
+    for variant in results.variants:
+        if not variant.baseline:
+            continue
+        ours = band(list(results.records.get(variant.name, {}).values()), "consistency")
+        theirs = band(list(results.records.get(variant.baseline, {}).values()), "consistency")
+        if ours is None or theirs is None or len(ours.mean) != len(theirs.mean):
+            continue
+        below = int((ours.mean < theirs.mean).sum())
+        lines.append(
+            f"Over the course of training, the mean L_con of {_escaped(variant.label)} is below the baseline's in "
+            f"{below} of {len(ours.mean)} equal parts."
+        )
+    return " ".join(lines)
+
+
+def _published_table(results: Results) -> str:
+    measures = {measure.name: measure for measure in measures_of(results.study)}
+    found = published_for(results.data, frozenset(measures)) if results.validate is None else []
+    if not found:
+        return ""
+    lines = [
+        [
+            _escaped(one.name),
+            measures[one.measure].heading,
+            f"{one.value:g}",
+            _here(results, one, measures[one.measure]),
+            one.setting,
+            one.source,
+        ]
+        for one in found
+    ]
+    return "Published, and the same method here:\n\n" + _table(
+        ["published", "measure", "value", "here", "setting", "source"], lines
+    )
+
+
+def _here(results: Results, published: Published, measure: Measure) -> str:
+    for variant in results.variants:
+        if variant.published == published.method:
+            found = spread(list(results.values(variant.name, measure).values()))
+            return found.text(measure.decimals) if found else "–"
+    return ""
+
+
+def _missing_list(results: Results) -> str:
+    if not results.missing:
+        return ""
+    lines = "\n".join(f"- {name}: {why}" for name, why in results.missing.items())
+    return f"Cells still missing:\n\n{lines}"
+
+
+def _table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---"] + ["---:"] * (len(headings) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [headings, rule, *lines])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
