@@ -524,22 +524,23 @@ def _blur_kernel(
         source = unfinished + plane * (S * S)
         first_y = tile // ACROSS * USEFUL
         first_x = tile % ACROSS * USEFUL
+        window_y, window_x = _square(WINDOW)  # [WINDOW²]
         inner = tl.arange(0, WINDOW)
         outer = tl.arange(0, WINDOW)
 
         blurred = tl.zeros([WINDOW, WINDOW], tl.float32)
         for y_window in range(WINDOWS):
-            y_inner = y_window * WINDOW - RADIUS + inner
-            line = _reflected(first_y + y_inner, S) * S  # [WINDOW]
+            y_border = y_window * WINDOW - RADIUS  # where the window begins, seen from the first blurred pixel
+            line = _reflected(first_y + y_border + window_y, S) * S  # [WINDOW²]
             along_x = tl.zeros([WINDOW, WINDOW], tl.float32)  # blurred along x only: rows of the window
             for x_window in range(WINDOWS):
-                x_inner = x_window * WINDOW - RADIUS + inner
-                at = line[:, None] + _reflected(first_x + x_inner, S)[None, :]
-                levels = tl.load(source + at).to(tl.float16)
-                upper, lower = _halves(_gaussian(x_inner[:, None] - outer[None, :], sigma, RADIUS) / total)
+                x_border = x_window * WINDOW - RADIUS
+                levels = tl.load(source + line + _reflected(first_x + x_border + window_x, S)).to(tl.float16)
+                levels = tl.reshape(levels, [WINDOW, WINDOW])
+                upper, lower = _halves(_gaussian(x_border + inner[:, None] - outer[None, :], sigma, RADIUS) / total)
                 along_x = tl.dot(levels, lower, along_x)
                 along_x = tl.dot(levels, upper, along_x)
-            upper, lower = _halves(_gaussian(y_inner[None, :] - outer[:, None], sigma, RADIUS) / total)
+            upper, lower = _halves(_gaussian(y_border + inner[None, :] - outer[:, None], sigma, RADIUS) / total)
             upper_x, lower_x = _halves(along_x)
             blurred = tl.dot(lower, upper_x, blurred)
             blurred = tl.dot(upper, lower_x, blurred)
