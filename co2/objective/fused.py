@@ -57,8 +57,8 @@ negatives at D = 128 so takes, in cycles, forward and backward: matrix units 512
 is as much the limit as the matrix units are, which is why row sums stay in their thread to the end (`_lane_sums`).
 Measured forward and backward together: 0.10 ms at B = 256 and 0.73 ms at B = 4,096 (K = 65,536), of which the products
 alone need 0.03 and 0.50 ms at the 677 TFLOP/s that a float16 matrix product reaches on the same card. At B = 256 the
-two streaming kernels take about 0.09 ms of the 0.10, so the way on leads through them: a sweep finds forward tiles of
-128 rows × 32 float32 negatives with 8 warps faster there (0.040 ms) than the 64 × 64 that are used.
+two streaming kernels take about 0.09 ms of the 0.10, so the way on leads through them. A sweep found tiles of 128 rows
+× 32 negatives with 8 warps fastest for forward on float32 negatives: 0.040 ms at B = 256 and 0.102 ms at B = 1,024.
 """
 
 from __future__ import annotations
@@ -662,12 +662,21 @@ class Tiles(NamedTuple):
     programs: int  # programs that share one multiprocessor: with the number of those, it sets the number of splits
 
 
-def forward_tiles(full: bool, device: torch.device) -> Tiles:
-    """Tiles of the forward kernel."""
+def forward_tiles(full: bool, rows: int, negatives: Tensor) -> Tiles:
+    """Tiles of the forward kernel for so many rows.
+
+    What float32 negatives cost is reading and rounding, which is done once for every tile of rows: taller ones save
+    that. They pay where there are rows to fill them and where queries and positives stay on the chip; in blocks of
+    dimensions three stages of 256 operands would not fit.
+    """
+    device = negatives.device
     if full:
         return Tiles(rows=32, negatives=32, warps=4, stages=2, programs=2)
     if not _roomy(device):
         return Tiles(rows=64, negatives=32, warps=4, stages=2, programs=1)
+    dim = negatives.shape[1]
+    if negatives.dtype == torch.float32 and rows > 64 and dim <= _block_d(dim):
+        return Tiles(rows=128, negatives=32, warps=8, stages=3, programs=2)
     return Tiles(rows=64, negatives=64, warps=4, stages=3, programs=2)
 
 
@@ -719,8 +728,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """L_ins [B], L_con [B] (empty without its temperature), rank [B]; operands and statistics for backward."""
     (b, d), k, device = query.shape, len(negatives), query.device
-    tiles = tiles or forward_tiles(settings.full, device)
     negatives = _row_major(negatives)
+    tiles = tiles or forward_tiles(settings.full, b, negatives)
     consistency, smoothing = settings.tau_consistency is not None, settings.label_smoothing > 0
     row_tiles, splits, tiles_per_split = _schedule(b, k, tiles, device)
     floats = functools.partial(torch.empty, dtype=torch.float32, device=device)

@@ -69,9 +69,10 @@ def main() -> None:
         setattr(fused, name, Compiled(getattr(fused, name), capability))
     fused._roomy = lambda device: capability in (80, 90, 100)
     few = "--few" in sys.argv
-    shapes = [(64, 256, 128), (40, 70, 200), (1, 1, 1), (5, 70, 24)]  # even, in blocks of dimensions, least, ragged
+    # Even, in blocks of dimensions, least, ragged, and enough rows for tall tiles, in one block and in several.
+    shapes = [(64, 256, 128), (40, 70, 200), (1, 1, 1), (5, 70, 24), (256, 256, 128), (250, 70, 100), (256, 256, 1024)]
     cases = list(itertools.product(shapes, (False, True), (None, 2)))
-    for (b, k, d), full, exclude in [cases[i] for i in (0, 5, 9)] if few else cases:
+    for (b, k, d), full, exclude in [cases[i] for i in (0, 5, 9, 16, 21)] if few else cases:
         query, positive, negatives = torch.empty(b, d), torch.empty(b, d), torch.empty(k, d)
         columns = None if exclude is None else torch.zeros(b, exclude, dtype=torch.int64)
         gradients = (torch.empty(b), torch.empty(b))

@@ -112,7 +112,7 @@ QUERY_ALONE, ALL = (True, False, False), (True, True, True)
 
 
 @interpreted
-@pytest.mark.parametrize("shape", [(64, 128, 32), (25, 51, 12), (3, 200, 130), (70, 5, 16), (1, 1, 1)])
+@pytest.mark.parametrize("shape", [(64, 128, 32), (25, 51, 12), (3, 200, 130), (70, 5, 16), (130, 70, 24), (1, 1, 1)])
 @pytest.mark.parametrize("precision", ["fast", "full"])
 def test_ragged_shapes(shape: tuple[int, int, int], precision: str) -> None:
     check(triple(*shape), precision=precision)
@@ -402,6 +402,17 @@ def test_the_schedule_fills_the_chip_and_covers_all_negatives(monkeypatch: pytes
         if rows * negative_tiles >= 264:
             programs = rows * splits
             assert programs / (264 * -(-programs // 264)) > 0.8
+
+
+def test_tall_tiles_are_for_float32_negatives_that_stay_on_the_chip() -> None:
+    def rows(count: int, dim: int, dtype: torch.dtype = torch.float32, full: bool = False) -> int:
+        return fused_module.forward_tiles(full, count, torch.empty(64, dim, dtype=dtype)).rows
+
+    assert rows(256, 128) == rows(65, 24) == 128
+    assert rows(64, 128) == 64  # half of a tall one would be empty
+    assert rows(256, 129) == rows(256, 1024) == 64  # in blocks of dimensions: it would not fit
+    assert rows(256, 128, torch.float16) == rows(256, 128, torch.bfloat16) == 64
+    assert rows(256, 128, full=True) == 32
 
 
 # ---------------------------------------------------------------- on a GPU
