@@ -6,11 +6,14 @@ different companions (He et al. 2020, section 3.3, "Shuffling BN"). With one gro
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -89,7 +92,11 @@ class GroupedStatistics(_Layer):
         count = group_count(images, self.groups)
         if not self.training or count == 1:
             return super().forward(input)  # [N, C, ...]
+        if takes_kernels(self, input):
+            return _by_kernels(self, input, None, relu=False)
         cuts = [image * self.rows_per_image for image in nearly_equal(images, count)[1:-1]]
+        if torch.compiler.is_compiling() and images % count == 0 and type(self) in _PLAIN_KINDS:
+            return self._in_one_expression(input, count)
         parts = input.tensor_split(cuts)  # of [N, C, ...]
         if self.momentum is None:  # a cumulative average: each group is a batch of its own
             return torch.cat([super(GroupedStatistics, self).forward(part) for part in parts])
@@ -106,6 +113,71 @@ class GroupedStatistics(_Layer):
         if self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.sub_(count - 1)  # it was one batch
         return torch.cat(normalised)  # [N, C, ...]
+
+    def _in_one_expression(self, input: Tensor, count: int) -> Tensor:
+        """The same for equal groups, without parts: for compilers to fuse with what comes before and after."""
+        exact = torch.promote_types(input.dtype, torch.float32)
+        numbers = input.unflatten(0, (count, -1)).to(exact)  # [G, N / G, C, ...]
+        other_dimensions = [1, *range(3, numbers.dim())]
+        variance, mean = torch.var_mean(numbers, other_dimensions, correction=0, keepdim=True)  # [G, 1, C, ...]
+        if self.track_running_stats and self.momentum is not None:
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            assert self.num_batches_tracked is not None
+            number = numbers.numel() / mean.numel()
+            unbiased = variance.detach().mean(0).flatten() * (number / (number - 1))  # [C]
+            self.running_mean.lerp_(mean.detach().mean(0).flatten(), self.momentum)
+            self.running_var.lerp_(unbiased, self.momentum)
+            self.num_batches_tracked.add_(1)
+        shape = [1] * 2 + [-1] + [1] * (numbers.dim() - 3)
+        normalised = (numbers - mean) * (variance + self.eps).rsqrt()
+        if self.affine:
+            normalised = normalised * self.weight.view(shape) + self.bias.view(shape)
+        return normalised.to(input.dtype).flatten(0, 1)  # [N, C, ...]
+
+
+def normalise_add_relu(layer: nn.Module, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    """relu(layer(input) + residual) for a layer of batch statistics, in one operation where kernels can do it."""
+    if takes_kernels(layer, input):
+        return _by_kernels(layer, input, residual, relu=True)
+    output: Tensor = layer(input)
+    return F.relu(output if residual is None else output + residual, inplace=True)
+
+
+def takes_kernels(layer: Any, input: Tensor) -> bool:
+    """Whether the kernels of `fused_normalisation` can do what this layer does to a training batch."""
+    return bool(
+        layer.training
+        and input.is_cuda
+        and input.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and type(layer) in _PLAIN_KINDS
+        and layer.track_running_stats
+        and layer.momentum is not None
+        and not torch.compiler.is_compiling()  # a compiler fuses in its own way
+        and _triton_is_there()
+    )
+
+
+@lru_cache(maxsize=1)
+def _triton_is_there() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _by_kernels(layer: Any, input: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    from co2.encoders.fused_normalisation import Running, normalise_in_groups
+
+    rows_per_image = getattr(layer, "rows_per_image", 1)
+    return normalise_in_groups(
+        input,
+        layer.weight,
+        layer.bias,
+        groups=group_count(len(input) // rows_per_image, getattr(layer, "groups", 1)),
+        rows_per_image=rows_per_image,
+        epsilon=layer.eps,
+        running=Running(layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum),
+        residual=residual,
+        relu=relu,
+    )
 
 
 class SynchronisedStatistics(_Layer):
@@ -166,3 +238,11 @@ def _mixed(way: type, kind: type) -> type:
         name = way.__name__.removesuffix("Statistics") + kind.__name__
         _mixed_kinds[way, kind] = type(name, (way, kind), {})
     return _mixed_kinds[way, kind]
+
+
+# The kinds of layers that do nothing but normalise; a subclass from elsewhere may do more.
+_PLAIN_KINDS = {
+    kind
+    for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    for kind in (plain, _mixed(GroupedStatistics, plain))
+}

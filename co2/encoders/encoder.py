@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from co2.encoders.backbones import build_backbone, feature_width
 from co2.encoders.batch_statistics import group_batch_statistics
+from co2.encoders.residual_blocks import fuse_residual_blocks
 from co2.encoders.specification import EncoderSpecification
 
 
@@ -44,4 +45,5 @@ def build_encoder(specification: EncoderSpecification, view_size: int) -> Encode
         )
     encoder = Encoder(backbone, head)
     group_batch_statistics(encoder, specification.groups)
+    fuse_residual_blocks(encoder)
     return encoder

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Batch normalisation in groups, with the addition and the ReLU that follow it, as one operation in Triton kernels.
 
 What torch does in a ResNet block's last layer, for G groups of a batch: G normalisations of a part each, a
@@ -11,10 +12,10 @@ memory, an activation is a matrix x [rows, C] whose groups are contiguous stretc
               sum_g d, sum_g d * x̂    with x̂ = (x - mean_g) / sqrt(var_g + eps)             reads dy, x (and y)
               dx = weight / sqrt(var_g + eps) * (d - mean_g d - x̂ * mean_g (d * x̂))         reads d, x; writes dx
 
-Without a residual the sign of y is computed again from x, so that y is not read. Sums are float32 in a fixed order: each
-program adds up one stretch of rows, and a second, small kernel puts the stretches together, so that results repeat bit
-for bit. Variances are sums of squares about the first row of a stretch (and merged as in Chan et al. 1979), so that a
-mean that is large against the spread costs no digits.
+Without a residual the sign of y is computed again from x, so that y is not read. Sums are float32 in a fixed order:
+each program adds up one stretch of rows, and a second, small kernel puts the stretches together, so that results repeat
+bit for bit. Variances are sums of squares about the first row of a stretch (and merged as in Chan et al. 1979), so that
+a mean that is large against the spread costs no digits.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ class _NormaliseInGroups(torch.autograd.Function):
         with _device(x):
             _sums_kernel[layout.stretches, layout.groups, layout.blocks](
                 dy, x, y, masked, weight, bias, mean, variance, partial[0], partial[1],
-                *layout.arguments, layout.stretches, *layout.stretch, ctx.epsilon, ROWS=_ROWS, CHANNELS=layout.width, RELU=relu,
+                *layout.arguments, layout.stretches, *layout.stretch, ctx.epsilon,
+                ROWS=_ROWS, CHANNELS=layout.width, RELU=relu,
             )  # fmt: skip
             _merge_sums_kernel[_few(layout), layout.groups](
                 partial[0], partial[1], sums[0], sums[1], layout.channels, layout.stretches,
@@ -317,7 +319,8 @@ def _apply_kernel(
             value = tl.where(value < 0, 0.0, value)  # NaN stays NaN, to be noticed
         tl.store(y + place, value.to(y.dtype.element_ty), mask=wanted)
 
-    if running_mean is not None:  # one program for each block of channels has this to do, too
+    # One program for each block of channels has this to do, too. (Two conditions: the first is known when compiling.)
+    if running_mean is not None:
         if (tile == 0) & (group == 0):
             mean_over_groups = tl.zeros((CHANNELS,), tl.float32)
             variance_over_groups = tl.zeros((CHANNELS,), tl.float32)
@@ -325,7 +328,9 @@ def _apply_kernel(
                 _, number = _group_rows(other, images, larger, rows)
                 unbiased = number.to(tl.float32) / (number - 1)
                 mean_over_groups += tl.load(means + other * channels + column, mask=inside, other=0.0)
-                variance_over_groups += tl.load(variances + other * channels + column, mask=inside, other=0.0) * unbiased
+                variance_over_groups += (
+                    tl.load(variances + other * channels + column, mask=inside, other=0.0) * unbiased
+                )
             old_mean = tl.load(running_mean + column, mask=inside, other=0.0)
             old_variance = tl.load(running_variance + column, mask=inside, other=0.0)
             new_mean = old_mean + momentum * (mean_over_groups / groups - old_mean)
