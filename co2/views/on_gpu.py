@@ -1,5 +1,4 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: N803, N806 -- Triton meta-parameters are capitals by convention
 """How the views of a whole batch are made at once on a GPU, given their parameters: `co2.views.transform` as kernels.
 
 Pictures of any sizes lie one after the other in one buffer of bytes, and each row of a batch names one of them and has
@@ -62,6 +61,12 @@ LARGEST_WHOLE = 64  # side of the largest view that one program makes alone
 TILE = 32  # side of the tiles of larger views; divides 96, 160 and 224
 COLOUR_BLOCK = 1024  # pixels
 BLUR_WINDOW = 64  # side of the window that is blurred at once, borders included
+
+# Rows of a batch may be a slice that begins anywhere. Without this every new alignment would be compiled for anew.
+_ANYWHERE = [
+    "pixels", "offsets", "heights", "widths", "crops", "jitters", "orders", "factors", "greys", "flips", "blurs",
+    "sigmas",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ def _sum_of_closeness(place, first, n, S: tl.constexpr):
     last = tl.minimum((centre + reach) // (2 * S), n - 1)
     rising = (peak - first + 1) * (reach - centre + S * (first + peak))
     falling = (last - peak) * (reach + centre - S * (peak + 1 + last))
-    return tl.maximum(rising + falling, 1)  # places past the edge of the view may have no window at all
+    return rising + falling
 
 
 @triton.jit
@@ -179,14 +184,14 @@ def _window(n, S: tl.constexpr):
 def _bits(n, S: tl.constexpr, HALF: tl.constexpr):
     """How many bits after the point the weights of one axis have: as many as fit into 15 bits for the largest weight.
 
-    The weights of the second half of an axis mirror those of the first.
+    The weights of the second half of an axis mirror those of the first, so that HALF of the places are enough.
     """
-    place = tl.arange(0, HALF)
+    place = tl.minimum(tl.arange(0, HALF), S - 1)
     peak = _peak(place, n, S)
     closest = tl.maximum(_closeness(place, peak, n, S), _closeness(place, peak + 1, n, S))
     total = _sum_of_closeness(place, _first_in_window(place, n, S), n, S)
     share = closest.to(tl.float32) / total.to(tl.float32)
-    largest = tl.max(tl.where(2 * place <= S, share, 0.0), axis=0)
+    largest = tl.max(share, axis=0)
     bits = 14  # enough for a weight of 1, which every axis that is enlarged has
     for more in tl.static_range(8):
         bits += tl.where(largest * (1 << (15 + more)) + 0.5 < (1 << 15), 1, 0)
@@ -220,6 +225,8 @@ def _resized_crop(
     crop_height = tl.load(crops + row * 4 + 2).to(tl.int32)
     crop_width = tl.load(crops + row * 4 + 3).to(tl.int32)
 
+    y = tl.minimum(y, S - 1)  # pixels past the edge repeat the last one
+    x = tl.minimum(x, S - 1)
     y_bits = _bits(crop_height, S, HALF)
     x_bits = _bits(crop_width, S, HALF)
     first_y = _first_in_window(y, crop_height, S)  # [N], as all that follows
@@ -390,7 +397,7 @@ def _store_for_blur_or_for_good(
         _store(views, at, r, g, b, inside, S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _whole_kernel(
     pixels, offsets, heights, widths, crops, jitters, orders, factors, greys, flips, blurs, sigmas, unfinished, views,
     S: tl.constexpr, HALF: tl.constexpr, GREY_FIRST: tl.constexpr,
@@ -419,7 +426,7 @@ def _whole_kernel(
     _store_for_blur_or_for_good(blurs, sigmas, unfinished + first, views + first, row, at, r, g, b, inside, S, BLURS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _crop_kernel(
     pixels, offsets, heights, widths, crops, jitters, orders, factors, greys, flips, unfinished, sums,
     S: tl.constexpr, HALF: tl.constexpr, GREY_FIRST: tl.constexpr,
@@ -451,7 +458,7 @@ def _crop_kernel(
             tl.store(sums + program, _sum_of_grey(r, g, b, inside))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _colour_kernel(
     jitters, orders, factors, greys, blurs, sigmas, unfinished, sums, views,
     S: tl.constexpr, GREY_FIRST: tl.constexpr,
@@ -506,7 +513,7 @@ def _reflected(place, S: tl.constexpr):
     return tl.maximum(S - 1 - tl.abs(S - 1 - place), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _blur_kernel(
     blurs, sigmas, unfinished, views,
     S: tl.constexpr, RADIUS: tl.constexpr, LANES: tl.constexpr,

@@ -396,6 +396,21 @@ def test_nothing_waits_for_the_gpu(size: int) -> None:
 
 
 @gpu
+def test_a_batch_that_begins_anywhere_is_not_compiled_for_anew() -> None:
+    augmentation = moco_v2_views(32)
+    _, _, pictures, drawn = batch_of(augmentation, [(100, 120), (90, 80)], 40)
+    expected = make_views(pictures, drawn, augmentation)
+    kernels = on_gpu._whole_kernel, on_gpu._blur_kernel
+    device = torch.cuda.current_device()
+    before = [len(kernel.device_caches[device][0]) for kernel in kernels]
+    for begin in (1, 3, 8):
+        some = Pictures(pictures.pixels, *(x[begin:] for name, x in vars(pictures).items() if name != "pixels"))
+        rest = ViewParameters(**{name: value[begin:] for name, value in vars(drawn).items()})
+        assert torch.equal(make_views(some, rest, augmentation), expected[begin:])
+    assert [len(kernel.device_caches[device][0]) for kernel in kernels] == before
+
+
+@gpu
 @pytest.mark.parametrize("size", [32, 224])
 def test_pictures_beyond_two_to_the_31(size: int) -> None:
     augmentation = moco_v2_views(size)
