@@ -458,10 +458,12 @@ def _claimed(folder: str) -> Iterator[None]:
             # The system lets go of it when this process ends, however that happens. Not flock: the workers would
             # inherit it, and hold on to it for seconds after their parent was killed.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except (BlockingIOError, PermissionError):
             raise UserError(
                 f"Another process is writing to '{printable(folder)}'. Wait for it, end it, or name another folder."
             ) from None
+        except OSError:
+            pass  # there are file systems without locks
         try:
             yield
         finally:
