@@ -29,6 +29,7 @@ from co2.checkpoint import checkpoints, read_checkpoint
 
 TRAINING = ["pretrain", "demo-co2", "--data", "shapes:600:32", "--device", "cpu", "--workers", "1"]
 TRAINING += ["--monitoring.evaluate-every", "10", "--monitoring.checkpoint-minutes", "0.2"]
+TRAINING += ["--monitoring.checkpoint-seconds", "0"]
 
 
 def start(out: Path, epochs: int) -> subprocess.Popen[bytes]:

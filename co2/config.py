@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 
 from co2.encoders.specification import EncoderSpecification
-from co2.engine.specification import MonitoringSpecification, OptimisationSpecification
+from co2.engine.specification import ExecutionSpecification, MonitoringSpecification, OptimisationSpecification
 from co2.errors import UserError, did_you_mean
 from co2.objective.specification import NegativesSpecification, ObjectiveSpecification
 from co2.views.specification import Augmentation
 
 # What may change between a run and its continuation: where it stands and what it runs on, not what it is.
-CIRCUMSTANCES = ("data", "out", "resume", "device", "workers")
+CIRCUMSTANCES = ("data", "out", "resume", "device", "workers", "execution")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Experiment:
     objective: ObjectiveSpecification = field(default_factory=ObjectiveSpecification)
     optimisation: OptimisationSpecification = field(default_factory=OptimisationSpecification)
     monitoring: MonitoringSpecification = field(default_factory=MonitoringSpecification)
+    execution: ExecutionSpecification = field(default_factory=ExecutionSpecification)
 
     def __post_init__(self) -> None:
         if self.epochs < 1:

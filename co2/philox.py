@@ -87,23 +87,28 @@ def uniforms(seed: int, epoch: int | Tensor, image: Tensor, view: int | Tensor, 
     return words.to(torch.float64) * 2.0**-32  # exact: 32 bits fit into the 53 of a float64
 
 
-def _long_words(seed: int, stream: Stream, time: int | Tensor, count: int, device: torch.device | str) -> Tensor:
-    """`count` random whole numbers in 0 .. 2⁶³ - 1: int64 [count]."""
-    item = torch.arange(-(-count // 2), device=device)
-    pairs = _words(seed, stream, time, item).view(-1, 2)[:count]  # [count, 2]
-    return (pairs[:, 0] << 31) | (pairs[:, 1] >> 1)
+def _long_words(seed: int, stream: Stream, times: Tensor, count: int) -> Tensor:
+    """For each time `count` random whole numbers in 0 .. 2⁶³ - 1: int64 [T, count], on the device of `times` [T]."""
+    pairs = -(-count // 2)  # each block of four words gives two numbers
+    item = torch.arange(pairs, device=times.device).repeat(len(times))  # [T * pairs]
+    words = _words(seed, stream, times.repeat_interleave(pairs), item).view(len(times), 2 * pairs, 2)[:, :count]
+    return (words[..., 0] << 31) | (words[..., 1] >> 1)
 
 
-def permutation(seed: int, stream: Stream, time: int | Tensor, n: int, device: torch.device | str = "cpu") -> Tensor:
-    """A random order of 0 .. n-1, a function of (seed, stream, time) alone: int64 [n].
+def permutations(seed: int, stream: Stream, times: Tensor, n: int) -> Tensor:
+    """For each time a random order of 0 .. n-1, a function of (seed, stream, time) alone: int64 [T, n].
 
     Sorts by 63-bit random numbers rather than asking `torch.randperm`, whose answer differs between devices.
     """
-    return torch.argsort(_long_words(seed, stream, time, n, device), stable=True)
+    return torch.argsort(_long_words(seed, stream, times, n), dim=1, stable=True)
 
 
-def sample(
-    seed: int, stream: Stream, time: int | Tensor, n: int, count: int, device: torch.device | str = "cpu"
-) -> Tensor:
-    """`count` numbers out of 0 .. n-1, with replacement, a function of (seed, stream, time) alone: int64 [count]."""
-    return _long_words(seed, stream, time, count, device) % n
+def permutation(seed: int, stream: Stream, time: int, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """A random order of 0 .. n-1, a function of (seed, stream, time) alone: int64 [n]."""
+    return permutations(seed, stream, torch.full((1,), time, device=device), n)[0]
+
+
+def samples(seed: int, stream: Stream, times: Tensor, n: int, count: int) -> Tensor:
+    """For each time `count` numbers out of 0 .. n-1, with replacement, a function of (seed, stream, time) alone:
+    int64 [T, count]."""
+    return _long_words(seed, stream, times, count) % n

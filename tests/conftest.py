@@ -41,6 +41,7 @@ def build_tiny():
             "views": {"size": 16},
             "encoder": {"backbone": "co2/resnet10-narrow", "stem": "small-stride-2", "dimension": 16},
             "monitoring": {
+                "checkpoint_seconds": 0.0,
                 "log_every": 1,
                 "evaluate_every": 1,
                 "health_images": 16,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from co2.philox import Stream, permutation, philox, sample, uniforms
+from co2.philox import Stream, permutation, permutations, philox, samples, uniforms
 
 # Random123's kat_vectors for philox4x32-10: counter, key, answer
 KNOWN_ANSWERS = [
@@ -72,7 +72,9 @@ def test_uniforms_are_uniform_and_independent():
 def test_permutation():
     order = permutation(0, Stream.EPOCH_ORDER, 0, 1001)
     assert torch.equal(order.sort().values, torch.arange(1001))
-    assert torch.equal(order, permutation(0, Stream.EPOCH_ORDER, torch.tensor(0), 1001))
+    several = permutations(0, Stream.EPOCH_ORDER, torch.tensor([3, 0]), 1001)
+    assert torch.equal(order, several[1])
+    assert torch.equal(permutation(0, Stream.EPOCH_ORDER, 3, 1001), several[0])
     others = [
         permutation(1, Stream.EPOCH_ORDER, 0, 1001),
         permutation(0, Stream.KEY_SHUFFLE, 0, 1001),
@@ -109,10 +111,10 @@ def test_every_order_is_equally_likely():
 
 
 def test_sample():
-    rows = sample(0, Stream.BANK_SAMPLE, 3, 10, 50_001)
+    rows, others = samples(0, Stream.BANK_SAMPLE, torch.tensor([3, 4]), 10, 50_001)
     assert rows.shape == (50_001,)
-    assert torch.equal(rows, sample(0, Stream.BANK_SAMPLE, 3, 10, 50_001))
-    assert not torch.equal(rows, sample(0, Stream.BANK_SAMPLE, 4, 10, 50_001))
+    assert torch.equal(rows, samples(0, Stream.BANK_SAMPLE, torch.tensor([3]), 10, 50_001)[0])
+    assert not torch.equal(rows, others)
     counts = torch.bincount(rows, minlength=10).double()
     assert len(counts) == 10
     assert ((counts - 5000.1) ** 2 / 5000.1).sum() < 9 + 4 * math.sqrt(18)

@@ -360,7 +360,8 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_markup_in_names_is_printed_as_it_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Bar(epochs=1, steps=10, first_step=0)
+    bar = Bar(epochs=1)
+    bar.begin(10, 0)
     written = io.StringIO()
     bar.progress.live.console = bar.progress.console  # the same console, and a file to look at
     bar.progress.console.file = written
@@ -382,8 +383,8 @@ def test_a_run_with_bad_names_on_a_terminal_and_in_a_report(tiny, tmp_path: Path
     (pictures / "[red]\n<script>\x1b[2J.png").write_bytes(b"no image")
     screen = io.StringIO()
 
-    def on_a_terminal(epochs: int, steps: int, first_step: int) -> Bar:
-        bar = Bar(epochs, steps, first_step)
+    def on_a_terminal(epochs: int) -> Bar:
+        bar = Bar(epochs)
         bar.progress.stop()
         bar.progress.live.console = Console(file=screen, force_terminal=True, width=4000)
         return bar

@@ -5,7 +5,7 @@ Each mechanism is a module, so that its state dict is everything the method has 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +27,27 @@ class Mechanism(nn.Module):
 
     views_per_image: int  # how many views of each image a step needs
     encoder: Encoder
+    lap: Callable[[str], None] = staticmethod(lambda part: None)
+    """Called after each part of a step with its name; a stopwatch may stand here."""
 
-    def arrange(self, views: Tensor, share: Share, step: int) -> Tensor:
+    def chances(self, steps: Tensor, images: int) -> Tensor:
+        """What is random about these steps [T], of `images` images each, beside the views: [T, X], for each step a row.
+
+        For many steps at once, because on a GPU the hundreds of small operations cost more than a step.
+        """
+        return steps.new_empty(len(steps), 0)
+
+    def arrange(self, views: Tensor, share: Share, chance: Tensor) -> Tensor:
         """Views [V, b, 3, S, S] as they were loaded in, what `compare` takes out; both uint8."""
         return views
 
-    def compare(self, views: Tensor, images: Tensor, share: Share, step: int) -> Comparison:
+    def compare(self, views: Tensor, images: Tensor, share: Share, chance: Tensor) -> Comparison:
         """Encode arranged views [V, b, 3, S, S] of images [b] and say who is compared with whom."""
         raise NotImplementedError
 
-    def forward(self, views: Tensor, images: Tensor, share: Share, step: int) -> Comparison:
+    def forward(self, views: Tensor, images: Tensor, share: Share, chance: Tensor) -> Comparison:
         """What torch calls."""
-        return self.compare(views, images, share, step)
+        return self.compare(views, images, share, chance)
 
     def update(self, comparison: Comparison, images: Tensor, share: Share) -> None:
         """Change what the optimiser does not: called once a step, after it."""
@@ -60,37 +69,35 @@ class MomentumContrast(Mechanism):
         self.key_encoder = MomentumEncoder(encoder)
         self.queue = MomentumQueue(experiment.negatives.size, experiment.encoder.dimension, generator)
 
-    def arrange(self, views: Tensor, share: Share, step: int) -> Tensor:
+    def chances(self, steps: Tensor, images: int) -> Tensor:
+        """In which order the key encoder sees the images of a batch: [T, B]."""
+        return philox.permutations(self.seed, philox.Stream.KEY_SHUFFLE, steps, images)
+
+    def arrange(self, views: Tensor, share: Share, chance: Tensor) -> Tensor:
         """Views for queries, then views for keys; these of other images, where keys are shuffled."""
         queries, keys = (views, views.flip(0)) if self.symmetric else views.split(1)  # [1 or 2, b, 3, S, S] each
         if self.shuffle:
-            keys = share.shuffle(keys, _key_order(self.seed, step, share.total))
+            keys = share.shuffle(keys, chance)
         return torch.cat([queries, keys])  # [2 or 4, b, 3, S, S]
 
-    def compare(self, views: Tensor, images: Tensor, share: Share, step: int) -> Comparison:
+    def compare(self, views: Tensor, images: Tensor, share: Share, chance: Tensor) -> Comparison:
         queries, keys = views.chunk(2)
-        all_keys = [self._keys(view, share, step) for view in keys]  # [B, D] for each direction
+        all_keys = [self._keys(view, share, chance) for view in keys]  # [B, D] for each direction
+        self.lap("key forward")
         query = torch.cat([self.encoder(view) for view in queries])  # [b, D], or both directions: [2b, D]
         positive = torch.cat([keys_of_one[share.rows] for keys_of_one in all_keys])  # likewise
+        self.lap("query forward")
         return self.queue.compare(query, positive, fresh=torch.cat(all_keys))
 
-    def _keys(self, views: Tensor, share: Share, step: int) -> Tensor:
+    def _keys(self, views: Tensor, share: Share, chance: Tensor) -> Tensor:
         """Keys of the whole batch [B, D], in its order, of which this process encodes views [b, 3, S, S]."""
         features = self.key_encoder.encode(views)  # [b, D]
-        if self.shuffle:
-            return share.put_back(features, _key_order(self.seed, step, share.total))
-        return share.gather(features)
+        return share.put_back(features, chance) if self.shuffle else share.gather(features)
 
     def update(self, comparison: Comparison, images: Tensor, share: Share) -> None:
         assert comparison.fresh is not None
         self.key_encoder.update(self.encoder, self.momentum)
         self.queue.update(comparison.fresh)
-
-
-@lru_cache(maxsize=1)
-def _key_order(seed: int, step: int, images: int) -> Tensor:
-    """In which order the key encoder sees the images of a batch: [B], on the CPU."""
-    return philox.permutation(seed, philox.Stream.KEY_SHUFFLE, step, images)
 
 
 class EndToEnd(Mechanism):
@@ -103,10 +110,11 @@ class EndToEnd(Mechanism):
         self.encoder = encoder
         keep_views_together(encoder, self.views_per_image)
 
-    def compare(self, views: Tensor, images: Tensor, share: Share, step: int) -> Comparison:
+    def compare(self, views: Tensor, images: Tensor, share: Share, chance: Tensor) -> Comparison:
         # Both views of an image side by side, so that a group of batch statistics holds whole images.
         both = views.transpose(0, 1).flatten(0, 1)  # [2b, 3, S, S]
         embeddings = self.encoder(both).unflatten(0, (-1, 2))  # [b, 2, D]
+        self.lap("query forward")
         return compare_in_batch(share.gather(embeddings).flatten(0, 1), share.rows)
 
     def update(self, comparison: Comparison, images: Tensor, share: Share) -> None:
@@ -125,10 +133,15 @@ class MemoryBankContrast(Mechanism):
         self.encoder = encoder
         self.bank = MemoryBank(images, experiment.encoder.dimension, experiment.negatives.momentum, generator)
 
-    def compare(self, views: Tensor, images: Tensor, share: Share, step: int) -> Comparison:
-        draws = philox.sample(self.seed, philox.Stream.BANK_SAMPLE, step, 2**31, self.sampled)  # [K]
-        sampled = spread_sample(draws, len(self.bank.rows)).to(views.device)  # [K]
-        return self.bank.compare(self.encoder(views[0]), images, sampled)
+    def chances(self, steps: Tensor, images: int) -> Tensor:
+        """For each of K equal stretches of the bank the place of the row that serves as a negative: [T, K]."""
+        return philox.samples(self.seed, philox.Stream.BANK_SAMPLE, steps, 2**31, self.sampled)
+
+    def compare(self, views: Tensor, images: Tensor, share: Share, chance: Tensor) -> Comparison:
+        sampled = spread_sample(chance, len(self.bank.rows)).to(views.device)  # [K]
+        query = self.encoder(views[0])  # [b, D]
+        self.lap("query forward")
+        return self.bank.compare(query, images, sampled)
 
     def update(self, comparison: Comparison, images: Tensor, share: Share) -> None:
         self.bank.update(share.gather(comparison.query.detach()), share.gather(images))

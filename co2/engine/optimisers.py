@@ -11,12 +11,23 @@ from torch import Tensor, nn
 from co2.engine.specification import OptimisationSpecification
 
 
-def build_optimiser(module: nn.Module, specification: OptimisationSpecification) -> torch.optim.Optimizer:
-    """The optimiser for the parameters of `module` that are trained. The schedule sets the learning rate each step."""
+def build_optimiser(
+    module: nn.Module, specification: OptimisationSpecification, rate: float | Tensor
+) -> torch.optim.Optimizer:
+    """The optimiser for the parameters of `module` that are trained.
+
+    The schedule sets the learning rate each step. Where `rate` is a tensor, a captured step can read it from there.
+    """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if specification.optimiser == "lars":
-        return Lars(parameters, specification.momentum, specification.weight_decay)
-    return torch.optim.SGD(parameters, lr=0.0, momentum=specification.momentum, weight_decay=specification.weight_decay)
+        return Lars(parameters, rate, specification.momentum, specification.weight_decay)
+    return torch.optim.SGD(
+        parameters,
+        lr=rate,
+        momentum=specification.momentum,
+        weight_decay=specification.weight_decay,
+        fused=True if parameters[0].is_cuda else None,
+    )
 
 
 class Lars(torch.optim.Optimizer):
@@ -24,9 +35,14 @@ class Lars(torch.optim.Optimizer):
     normalisation layers, which are vectors, are neither adapted nor decayed."""
 
     def __init__(
-        self, parameters: Sequence[Tensor], momentum: float, weight_decay: float, trust: float = 0.001
+        self,
+        parameters: Sequence[Tensor],
+        rate: float | Tensor,
+        momentum: float,
+        weight_decay: float,
+        trust: float = 0.001,
     ) -> None:
-        super().__init__(parameters, {"lr": 0.0, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
+        super().__init__(parameters, {"lr": rate, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -57,5 +73,5 @@ class Lars(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer = state["momentum_buffer"]
-        buffer.mul_(group["momentum"]).add_(gradient, alpha=group["lr"])  # the rate inside, as in SimCLR's own code
+        buffer.mul_(group["momentum"]).add_(gradient * group["lr"])  # the rate inside, as in SimCLR's own code
         parameter.sub_(buffer)

@@ -35,7 +35,8 @@ from co2.engine.records import BAD_IMAGES, Records, Unwritten, claim_folder
 from co2.engine.trainer import MEASURED, Trainer
 from co2.errors import RunError, UserError
 from co2.machine import choose_device, choose_workers
-from co2.views.loader import Batch, ViewLoader
+from co2.views.choose_input import choose_input
+from co2.views.loader import Batch
 
 NAN_BATCH = "nan_batch.txt"  # the images on which a run diverged
 BAD_SHARE = 0.1  # a data set with more unreadable images than this is not what the user thinks it is
@@ -114,29 +115,36 @@ class Run:
         self.train = splits.train
         workers = choose_workers(experiment.workers, processes.launch.local_count)
         groups = experiment.encoder.groups
-        self.loader = ViewLoader(
-            splits.train,
-            experiment.views,
-            views=1 if experiment.negatives.source == "memory-bank" else 2,
-            batch_size=experiment.batch_size,
-            seed=experiment.seed,
-            workers=workers,
-            smallest=2 * groups,
-            share=lambda images: processes.share(images, groups).rows,
+        self.display: Display = choose_display(experiment.epochs) if processes.is_first else Quiet()
+        resident = experiment.execution.resident_gib
+        self.loader, self.input = processes.each(
+            lambda: choose_input(
+                splits.train,
+                experiment.views,
+                views=1 if experiment.negatives.source == "memory-bank" else 2,
+                batch_size=experiment.batch_size,
+                seed=experiment.seed,
+                workers=workers,
+                device=device,
+                smallest=2 * groups,
+                share=lambda images: processes.share(images, groups).rows,
+                wanted=experiment.execution.input,
+                budget_bytes=None if resident is None else int(resident * 2**30),
+                progress=lambda done, total: self.display.preparing("reading images", done, total),
+            )
         )
         self._lost_workers = 0  # of which the user knows
         self.steps_per_epoch = self.loader.batches_per_epoch
         steps = experiment.epochs * self.steps_per_epoch
-        self.trainer = Trainer(experiment, len(splits.train), steps, device, processes)
+        self.trainer = Trainer(experiment, len(splits.train), steps, device, processes, self.display.say)
         self.checkpoints = CheckpointWriter(folder, experiment.monitoring.keep_every * self.steps_per_epoch)
         self._restore()
         self.monitor = Monitor(experiment, splits, device, workers)
         self.records = Records(folder, self.trainer.step) if processes.is_first else Unwritten()
         self.advisor = Advisor(experiment, any(isinstance(m, _BatchNorm) for m in self.trainer.mechanism.modules()))
-        self.display: Display = (
-            choose_display(experiment.epochs, steps, self.trainer.step) if processes.is_first else Quiet()
-        )
+        self._saved_at = time.monotonic()
         self._introduce(splits, device)
+        self.display.begin(steps, self.trainer.step)
 
     def execute(self) -> None:
         """Train from where the trainer stands to the end, and write the backbone."""
@@ -159,7 +167,6 @@ class Run:
     def _epoch(self, number: int, stop_requested: list[int]) -> None:
         """Train epoch `number`, counted from 0, or what is left of it."""
         interval = Interval()
-        checkpoint_due = time.monotonic() + 60 * self.experiment.monitoring.checkpoint_minutes
         batches = self.loader.epoch(number, first_batch=self.trainer.step % self.steps_per_epoch)
         for batch in interval.waiting_for(self.processes.batches(batches)):
             self._note_bad(batch)
@@ -168,23 +175,33 @@ class Run:
             step = self.trainer.step
             epoch_done = step % self.steps_per_epoch == 0
             # A signal may reach any of the processes, and the first one's clock counts: all do the same after a step.
-            stop, due = self.processes.largest(
+            stop, save = self.processes.largest(
                 stop_requested[0] if stop_requested else 0,
-                self.processes.is_first and time.monotonic() > checkpoint_due,
+                self.processes.is_first and self._checkpoint_is_due(),
             )
-            save = epoch_done or stop or due
-            if step % self.experiment.monitoring.log_every == 0 or save:  # before saving, so that no NaN is ever saved
-                self._log(interval, learning_rate)
-            if save:
+            save = save or stop
+            if step % self.experiment.monitoring.log_every == 0 or epoch_done or save:
+                self._log(interval, learning_rate)  # before saving, so that no NaN is ever saved
+            if epoch_done or save:
                 self.trainer.settle()
             if epoch_done:
                 self._measure(number + 1)
             if save:
                 self.processes.first(lambda: self.checkpoints.write(self.trainer.state(), self.trainer.step))
-                checkpoint_due = time.monotonic() + 60 * self.experiment.monitoring.checkpoint_minutes
+                self._saved_at = time.monotonic()
             if stop:
                 self.processes.first(self.checkpoints.finish)
                 raise Stopped(self.folder, step, stop)
+
+    def _checkpoint_is_due(self) -> bool:
+        """After every epoch, but seldom enough to cost little, and after many minutes within an epoch."""
+        step, monitoring = self.trainer.step, self.experiment.monitoring
+        epochs, within = divmod(step, self.steps_per_epoch)
+        age = time.monotonic() - self._saved_at
+        if within:
+            return age > 60 * monitoring.checkpoint_minutes
+        kept = monitoring.keep_every and epochs % monitoring.keep_every == 0
+        return bool(step == self.trainer.steps or kept) or age >= monitoring.checkpoint_seconds
 
     def _log(self, interval: Interval, learning_rate: float) -> None:
         step = self.trainer.step
@@ -283,6 +300,7 @@ class Run:
             f"{experiment.recipe}: {splits.description}; {experiment.encoder.backbone}, {experiment.epochs} epochs of "
             f"{self.steps_per_epoch:,} steps, batch {experiment.batch_size}, on {name}. Writing to {self.folder}."
         )
+        self.display.say(self.input)
         if trainer.step:
             self.display.say(f"Going on from step {trainer.step:,} of {trainer.steps:,}.")
         if experiment.negatives.source == "queue" and experiment.negatives.size > len(self.train):

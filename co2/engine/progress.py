@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 
@@ -16,6 +24,12 @@ class Display(Protocol):
 
     def say(self, text: str) -> None:
         """A line that stays."""
+
+    def preparing(self, what: str, done: int, total: int) -> None:
+        """How far something is that comes before the first step."""
+
+    def begin(self, steps: int, first_step: int) -> None:
+        """Training starts with step number `first_step` of `steps`."""
 
     def interval(self, step: int, values: Mapping[str, float]) -> None:
         """The averages of a logging interval."""
@@ -30,7 +44,7 @@ class Display(Protocol):
 class Bar:
     """For people at a terminal."""
 
-    def __init__(self, epochs: int, steps: int, first_step: int) -> None:
+    def __init__(self, epochs: int) -> None:
         self.epochs = epochs
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -41,8 +55,18 @@ class Bar:
             TextColumn("{task.fields[numbers]}"),
             console=Console(highlight=False),
         )
-        self.task = self.progress.add_task("Pre-training", total=steps, completed=first_step, numbers="")
+        self.task: TaskID | None = None  # what is going on now
         self.progress.start()
+
+    def preparing(self, what: str, done: int, total: int) -> None:
+        if self.task is None:
+            self.task = self.progress.add_task(what.capitalize(), total=total, numbers="")
+        self.progress.update(self.task, completed=done)
+
+    def begin(self, steps: int, first_step: int) -> None:
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+        self.task = self.progress.add_task("Pre-training", total=steps, completed=first_step, numbers="")
 
     def say(self, text: str) -> None:
         self.progress.console.print(Text(text))  # names of files may look like markup
@@ -52,6 +76,7 @@ class Bar:
             f"L_ins {values['instance']:.3f}  L_con {values['consistency']:.3f}  "
             f"found {values['top1']:.1%}  {values['images_per_second']:,.0f} images/s"
         )
+        assert self.task is not None
         self.progress.update(self.task, completed=step, numbers=numbers)
 
     def epoch(self, number: int, values: Mapping[str, float]) -> None:
@@ -71,6 +96,12 @@ class Lines:
     def say(self, text: str) -> None:
         print(text, flush=True)
 
+    def preparing(self, what: str, done: int, total: int) -> None:
+        pass
+
+    def begin(self, steps: int, first_step: int) -> None:
+        pass
+
     def interval(self, step: int, values: Mapping[str, float]) -> None:
         self.latest = values
 
@@ -85,6 +116,12 @@ class Quiet:
     """For the other ones of many processes."""
 
     def say(self, text: str) -> None:
+        pass
+
+    def preparing(self, what: str, done: int, total: int) -> None:
+        pass
+
+    def begin(self, steps: int, first_step: int) -> None:
         pass
 
     def interval(self, step: int, values: Mapping[str, float]) -> None:
@@ -111,6 +148,6 @@ def epoch_line(number: int, epochs: int, values: Mapping[str, float]) -> str:
     return "   ".join(parts)
 
 
-def choose_display(epochs: int, steps: int, first_step: int) -> Display:
+def choose_display(epochs: int) -> Display:
     """A bar where somebody is looking, lines where not."""
-    return Bar(epochs, steps, first_step) if sys.stdout.isatty() else Lines(epochs)
+    return Bar(epochs) if sys.stdout.isatty() else Lines(epochs)

@@ -51,6 +51,27 @@ class OptimisationSpecification:
             )
 
 
+Step = Literal["auto", "eager", "captured", "compiled"]
+
+
+@dataclass(frozen=True)
+class ExecutionSpecification:
+    """How the work is done. What comes out does not depend on it, but for rounding."""
+
+    step: Step = "auto"
+    """eager: as written; captured: replayed as a CUDA graph; compiled: by torch.compile and then captured, which takes
+    a minute to start and more memory; auto: captured on a GPU, eager elsewhere and between several processes."""
+    input: Literal["auto", "resident", "jpeg", "workers"] = "auto"
+    """resident: all images on the GPU, augmented there; jpeg: decoded and augmented on the GPU; workers: by processes
+    on the CPU; auto: the first of these that the data, the memory and the device allow."""
+    resident_gib: float | None = None
+    """GPU memory for resident images; by default a quarter of what is free."""
+
+    def __post_init__(self) -> None:
+        if self.resident_gib is not None and not self.resident_gib >= 0:
+            raise UserError(f"execution.resident_gib must not be negative; got {self.resident_gib}.")
+
+
 @dataclass(frozen=True)
 class MonitoringSpecification:
     """What is measured while a run goes on, and how often."""
@@ -66,7 +87,10 @@ class MonitoringSpecification:
     query_images: int = 10_000
     """At most this many labelled images are classified by it."""
     checkpoint_minutes: float = 15.0
-    """Longest time between two checkpoints; one is also written after every epoch."""
+    """Longest time between two checkpoints; one is also written after every epoch that is not shorter than
+    checkpoint_seconds."""
+    checkpoint_seconds: float = 10.0
+    """Shortest time between two checkpoints: epochs may take less than a second."""
     keep_every: int = 0
     """Epochs between checkpoints that are kept for good, beside the last three; 0 keeps none."""
 

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from co2.config import Experiment
+from co2.engine.capture import CapturedStep
 from co2.engine.distributed import ALONE, Processes
 from co2.engine.mechanisms import build_mechanism
 from co2.engine.optimisers import build_optimiser
 from co2.engine.schedule import learning_rate
+from co2.engine.specification import Step
 from co2.objective.contrast import contrast
 from co2.views.loader import Batch
-from co2.views.transform import normalise
+from co2.views.transform import normalise, normalise_for_gpu
 
 # What a step reports, in this order.
 MEASURED = ("loss", "instance", "consistency", "top1", "top5")
+
+_STEPS_DRAWN = 256  # ahead, of what is random about them
 
 
 class Trainer:
     """Everything that changes during a run."""
 
     def __init__(
-        self, experiment: Experiment, images: int, steps: int, device: torch.device, processes: Processes = ALONE
+        self,
+        experiment: Experiment,
+        images: int,
+        steps: int,
+        device: torch.device,
+        processes: Processes = ALONE,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.experiment = experiment
         self.steps = steps
@@ -33,14 +44,28 @@ class Trainer:
         on_gpu = device.type == "cuda"
         self.mechanism = processes.each(lambda: build_mechanism(experiment, images)).to(device)
         if on_gpu:  # where convolutions want channels last
+            torch.backends.cudnn.benchmark = True  # shapes do not change, so the fastest algorithm is worth a search
             self.mechanism.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         processes.divide_statistics(self.mechanism, experiment.encoder.groups)
         self.compare = processes.data_parallel(self.mechanism)
-        self.optimiser = build_optimiser(self.mechanism, experiment.optimisation)
+        self.rate = torch.zeros((), device=device) if on_gpu else 0.0
+        self.optimiser = build_optimiser(self.mechanism, experiment.optimisation, self.rate)
         self.autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu)
         self.step = 0
         self.images = images
+        self._chances: dict[int, tuple[int, Tensor]] = {}  # by size of the batch: the first step, and [T, X]
+        self.kind = self._kind_of_step()
+        if self.kind == "compiled":
+            self.mechanism.compile()
+        self._take_step = self._advance if self.kind == "eager" else CapturedStep(self._advance, tell)
         self.mechanism.train()
+
+    def _kind_of_step(self) -> Step:
+        """Captured on a GPU that works alone; between processes, and on CPUs, as it is written."""
+        if self.device.type != "cuda" or self.processes.count > 1:
+            return "eager"
+        wanted = self.experiment.execution.step
+        return "captured" if wanted == "auto" else wanted
 
     def learning_rate(self) -> float:
         """The learning rate of the coming step."""
@@ -51,16 +76,22 @@ class Trainer:
 
         Of several processes each has b of the B images; the mean of what they return is that of the batch.
         """
-        objective = self.experiment.objective
-        share = self.processes.share(batch.total, self.experiment.encoder.groups)
+        self._set_rate(self.learning_rate())
+        views = batch.views.to(self.device, non_blocking=True)  # [V, b, 3, S, S] uint8
         images = batch.indices.to(self.device, non_blocking=True)  # [b]
-        views = self.mechanism.arrange(batch.views.to(self.device, non_blocking=True), share, self.step)
-        views = self._numbers(views)  # [V, b, 3, S, S]
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.learning_rate()
+        self._share = self.processes.share(batch.total, self.experiment.encoder.groups)
+        measured = self._take_step(views, images, self._chance(batch.total))
+        self.step += 1
+        return measured
 
+    def _advance(self, views: Tensor, images: Tensor, chance: Tensor) -> Tensor:
+        """The step itself, from tensors alone, so that it can be captured."""
+        objective, share, lap = self.experiment.objective, self._share, self.mechanism.lap
+        lap("start")
+        numbers = self._numbers(self.mechanism.arrange(views, share, chance))  # [V, b, 3, S, S]
+        lap("views")
         with self.autocast:
-            comparison = self.compare(views, images, share, self.step)
+            comparison = self.compare(numbers, images, share, chance)
         terms = contrast(
             *comparison[:3],
             exclude=comparison.exclude,
@@ -74,34 +105,55 @@ class Trainer:
         instance, consistency = terms.instance.mean(), terms.consistency.mean()
         # Without CO2 the consistency term is still measured, as in the paper's training curves, but not trained on.
         loss = instance + objective.alpha * consistency if objective.alpha > 0 else instance
+        lap("loss")
         self.optimiser.zero_grad(set_to_none=True)
         (loss * share.weight).backward()
+        lap("backward")
         self.optimiser.step()
+        lap("optimiser")
         self.mechanism.update(comparison, images, share)
-        self.step += 1
+        lap("momentum encoder and negatives")
 
         top1, top5 = (terms.rank < 1).float().mean(), (terms.rank < 5).float().mean()
         return torch.stack([loss.detach(), instance.detach(), consistency.detach(), top1, top5]) * share.weight
+
+    def _chance(self, total: int) -> Tensor:
+        """What is random about the coming step beside the views: [X]. For a process alone on the device it works on."""
+        first, drawn = self._chances.get(total, (0, torch.empty(0)))
+        if not first <= self.step < first + len(drawn):
+            device = self.device if self.processes.count == 1 else "cpu"
+            steps = torch.arange(self.step, self.step + _STEPS_DRAWN, device=device)
+            first, drawn = self._chances[total] = self.step, self.mechanism.chances(steps, total)
+        return drawn[self.step - first]
+
+    def _set_rate(self, rate: float) -> None:
+        if isinstance(self.rate, Tensor):
+            self.rate.fill_(rate)  # where a captured step reads it
+        else:
+            for group in self.optimiser.param_groups:
+                group["lr"] = rate
 
     def settle(self) -> None:
         """Make the networks the same in all processes, down to running statistics, before one is looked at."""
         self.processes.average_statistics(self.mechanism)
 
     def _numbers(self, views: Tensor) -> Tensor:
+        """What the encoders are fed: normalised views."""
         # uint8 travels to the device, and between processes: a quarter of the bytes of the numbers it becomes here.
-        numbers = normalise(views, self.experiment.views, torch.float32)
         if self.device.type != "cuda":
-            return numbers
-        return numbers.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, views.shape[:2])
+            return normalise(views, self.experiment.views, torch.float32)
+        return normalise_for_gpu(views.flatten(0, 1), self.experiment.views).unflatten(0, views.shape[:2])
 
     def state(self) -> dict[str, Any]:
         """Everything that a continued run needs: tensors and plain values only."""
+        optimiser = self.optimiser.state_dict()
+        groups = [group | {"lr": 0.0} for group in optimiser["param_groups"]]  # which the schedule sets anew each step
         return {
             "experiment": self.experiment.to_json(),
             "images": self.images,
             "step": self.step,
             "mechanism": self.mechanism.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
+            "optimiser": optimiser | {"param_groups": groups},
             # Views, orders and shuffles are functions of the seed; these are for layers that draw, such as dropout.
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
@@ -111,7 +163,10 @@ class Trainer:
         """Go on where `state` was taken."""
         self.step = state["step"]
         self.mechanism.load_state_dict(state["mechanism"])
+        own = [(group["lr"], group.get("fused")) for group in self.optimiser.param_groups]
         self.optimiser.load_state_dict(state["optimiser"])
+        for group, (rate, fused) in zip(self.optimiser.param_groups, own, strict=True):
+            group.update(lr=rate, fused=fused)  # these belong to the device, not to the run
         torch.set_rng_state(state["random"])
         if self.device.type == "cuda" and state["random_cuda"] is not None:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)

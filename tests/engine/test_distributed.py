@@ -231,6 +231,7 @@ def test_a_killed_process_is_started_again_and_the_result_is_the_same(pairs, exp
 COMMAND = ["-m", "co2.cli", "pretrain", "demo-co2", "--data", "shapes:53:16", "--batch-size", "19", "--device", "cpu"]
 COMMAND += ["--views.size", "16", "--encoder.groups", "2", "--negatives.size", "50", "--workers", "1"]
 COMMAND += ["--monitoring.health-images", "16", "--monitoring.bank-images", "30", "--monitoring.query-images", "20"]
+COMMAND += ["--monitoring.checkpoint-seconds", "0"]
 
 
 def test_the_command_line_writes_and_prints_once_and_stops_when_asked(tmp_path):

@@ -195,6 +195,8 @@ def words(out, data="shapes:40:16"):
         "50",
         "--monitoring.health-images",
         "9",
+        "--monitoring.checkpoint-seconds",
+        "0",
     ]
 
 

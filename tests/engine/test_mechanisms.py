@@ -17,7 +17,8 @@ SHARE = ALONE.share(B, groups=1)
 
 
 def compare(mechanism, loaded, step=0):
-    return mechanism.compare(mechanism.arrange(loaded, SHARE, step), IMAGES, SHARE, step)
+    chance = mechanism.chances(torch.tensor([step]), B)[0]
+    return mechanism.compare(mechanism.arrange(loaded, SHARE, chance), IMAGES, SHARE, chance)
 
 
 def test_each_recipe_gets_its_mechanism(tiny):

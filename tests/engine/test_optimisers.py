@@ -8,7 +8,7 @@ from co2.engine.specification import OptimisationSpecification
 def test_lars_is_the_published_update_written_out():
     torch.manual_seed(0)
     weight, bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
-    optimiser = Lars([weight, bias], momentum=0.9, weight_decay=0.01, trust=0.001)
+    optimiser = Lars([weight, bias], 0.0, momentum=0.9, weight_decay=0.01, trust=0.001)
     expected_weight, expected_bias = weight.detach().clone(), bias.detach().clone()
     velocity_weight, velocity_bias = torch.zeros(4, 3), torch.zeros(4)
     for _ in range(3):
@@ -28,7 +28,7 @@ def test_lars_is_the_published_update_written_out():
 def test_lars_survives_weights_of_zero():
     weight = nn.Parameter(torch.zeros(2, 2))
     weight.grad = torch.ones(2, 2)
-    optimiser = Lars([weight], momentum=0.0, weight_decay=0.0)
+    optimiser = Lars([weight], 0.0, momentum=0.0, weight_decay=0.0)
     optimiser.param_groups[0]["lr"] = 0.1
     optimiser.step()
     torch.testing.assert_close(weight.detach(), torch.full((2, 2), -0.1))
@@ -37,5 +37,5 @@ def test_lars_survives_weights_of_zero():
 def test_frozen_parameters_are_left_out():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
     for name in ("sgd", "lars"):
-        optimiser = build_optimiser(module, OptimisationSpecification(optimiser=name))
+        optimiser = build_optimiser(module, OptimisationSpecification(optimiser=name), 0.0)
         assert sum(len(group["params"]) for group in optimiser.param_groups) == 2

@@ -136,6 +136,7 @@ def words_for(run, *words):
     command = ["pretrain", "demo-co2", "--data", "shapes:40:16", "--out", str(run), "--views.size", "16"]
     command += ["--batch-size", "16", "--device", "cpu", "--negatives.size", "50", "--monitoring.log-every", "1"]
     command += ["--monitoring.health-images", "16", "--monitoring.bank-images", "30", "--monitoring.query-images", "20"]
+    command += ["--monitoring.checkpoint-seconds", "0"]
     return [*command, *words]
 
 
