@@ -235,11 +235,8 @@ def _study(names: list[str], request: Request, command: str) -> int:
     )
     if request.plan:
         return _show_plan(plan, names, out, runs)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"The folder {out} cannot be made: {error.strerror}. Choose another --out.") from None
     if request.report_only:
+        _make_folder(out)
         write_plan(out, plan)
         return _write_up(out, plan, names)
     cells = [cell for cell in all_cells(plan, names) if cell.variant in chosen]
@@ -247,6 +244,7 @@ def _study(names: list[str], request: Request, command: str) -> int:
     todo, done = outstanding(cells, plan, circumstances)  # what is refused is refused before anything is written
     if done:
         print(f"{len(done)} of {len(cells)} cells are done already.", flush=True)
+    _make_folder(out)
     write_plan(out, plan)
     keep_runs_out_of_git(out, runs)
     outcome = sit(todo, len(done), plan, circumstances, commands)
@@ -257,6 +255,13 @@ def _study(names: list[str], request: Request, command: str) -> int:
         print(f"Failed: {', '.join(outcome.failed)}. The same command tries them again.")
         return 1
     return 0
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"The folder {out} cannot be made: {error.strerror}. Choose another --out.") from None
 
 
 def make_plan(names: Sequence[str], request: Request, command: str) -> Plan:

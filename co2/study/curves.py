@@ -28,16 +28,19 @@ def band(records: Sequence[CellRecord], name: str) -> Band | None:
         return None
     parts = min(MOST_PARTS, min(len(epochs) for epochs, _ in curves))
     last = min(epochs[-1] for epochs, _ in curves)
-    edges = np.linspace(0.0, last, parts + 1)  # a log line belongs to the part in which its interval ends
-    values = np.stack([_in_parts(np.asarray(epochs), np.asarray(values), edges) for epochs, values in curves])
+    values = np.stack([_in_parts(np.asarray(epochs) / last * parts, np.asarray(row), parts) for epochs, row in curves])
     deviation = values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(parts)
-    return Band((edges[:-1] + edges[1:]) / 2, values.mean(axis=0), deviation)
+    return Band((np.arange(parts) + 0.5) * last / parts, values.mean(axis=0), deviation)
 
 
-def _in_parts(epochs: np.ndarray, values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Means of the values within each part [parts]; a part without any is filled in from its neighbours."""
-    place = np.clip(np.searchsorted(edges, epochs, side="left") - 1, 0, len(edges) - 2)
-    sums = np.bincount(place, weights=values, minlength=len(edges) - 1)
-    counts = np.bincount(place, minlength=len(edges) - 1)
+def _in_parts(ends: np.ndarray, values: np.ndarray, parts: int) -> np.ndarray:
+    """Means of the values within each part [parts]; a part without any is filled in from its neighbours.
+
+    A log line belongs to the part in which its interval ends: at `ends` [lines], counted in parts. The log rounds
+    epochs, so one that ends a hundredth of a part late still belongs to it.
+    """
+    place = np.clip(np.ceil(ends - 0.01).astype(int) - 1, 0, parts - 1)
+    sums = np.bincount(place, weights=values, minlength=parts)
+    counts = np.bincount(place, minlength=parts)
     filled = np.flatnonzero(counts)
-    return np.interp(np.arange(len(edges) - 1), filled, sums[filled] / counts[filled])
+    return np.interp(np.arange(parts), filled, sums[filled] / counts[filled])

@@ -87,8 +87,11 @@ def _one_setting(axes: Axes, results: Results, measure: Measure, placed: Sequenc
     axes.xaxis.set_major_locator(FixedLocator(marks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    fixed = "τ_con" if results.study == "alpha" else "α"
-    axes.set_xlabel(f"{'α' if results.study == 'alpha' else 'τ_con'} (log scale; {fixed} as in the base)")
+    objective = results.base.objective
+    if results.study == "alpha":
+        axes.set_xlabel(f"α (log scale), at τ_con = {objective.tau_consistency:g}")
+    else:
+        axes.set_xlabel(f"τ_con (log scale), at α = {objective.alpha:g}")
     axes.set_ylabel(measure.heading)
 
 
@@ -118,7 +121,11 @@ def _baseline_line(axes: Axes, results: Results, measure: Measure, baseline: str
 
 def _curves(results: Results) -> Figure | None:
     panels = (("instance", "L_ins", 1.0), ("consistency", "L_con", 1.0), ("top1", INSTANCE_ACCURACY.heading, 100.0))
-    shown = [variant for variant in results.variants if results.records.get(variant.name)]
+    shown = [
+        variant
+        for variant in results.variants
+        if any(record.curve("instance")[0] for record in results.records.get(variant.name, {}).values())
+    ]
     if not shown:
         return None
     figure = Figure(figsize=(11.0, 3.2), layout="constrained")
@@ -131,11 +138,13 @@ def _curves(results: Results) -> Figure | None:
             colour = COLOURS[list(results.variants).index(variant) % len(COLOURS)]
             mean, deviation = factor * found.mean, factor * found.deviation
             axes.fill_between(found.epochs, mean - deviation, mean + deviation, color=colour, alpha=0.2, linewidth=0)
-            axes.plot(found.epochs, mean, color=colour, linewidth=2, label=variant.label)
+            count = len(results.records[variant.name])
+            label = f"{variant.label}, {count} seed{'s' if count > 1 else ''}"
+            axes.plot(found.epochs, mean, color=colour, linewidth=2, label=label)
         axes.set_xlabel("epoch")
         axes.set_ylabel(heading)
         axes.set_xlim(left=0)
-        if name != "instance":
+        if name == "consistency":
             axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     figure.axes[1].legend(frameon=False, fontsize=9, loc="best")
@@ -145,16 +154,23 @@ def _curves(results: Results) -> Figure | None:
 # Everything else: a dot for each seed, and the mean, in a row for each variant.
 
 
+_COLUMNS = 3
+
+
 def _dots(results: Results) -> Figure | None:
     measures = [measure for measure in measures_of(results.study) if measure.compared]
     measures = [one for one in measures if any(results.values(v.name, one) for v in results.variants)]
     if not measures:
         return None
-    height = 0.9 + 0.36 * len(results.variants)
-    figure = Figure(figsize=(3.4 + 2.9 * len(measures), height), layout="constrained")
-    row = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
+    columns = min(_COLUMNS, len(measures))
+    rows = -(-len(measures) // columns)
+    height = 0.7 + 0.36 * len(results.variants)
+    figure = Figure(figsize=(3.4 + 2.9 * columns, rows * height), layout="constrained")
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+    for unused in panels[len(measures) :]:
+        unused.set_visible(False)
     labels = [variant.label for variant in results.variants]
-    for axes, measure in zip(row, measures, strict=True):
+    for axes, measure in zip(panels, measures, strict=False):
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
         axes.grid(axis="x", color=GRID, linewidth=0.8)

@@ -20,6 +20,8 @@ class Published:
     value: float
     setting: str
     source: str
+    epochs: int | None = None
+    """How long was trained, where that is to be the same for a comparison."""
 
 
 _CIFAR_KNN = "ResNet-18, {} epochs, batch 512, kNN with k=200, t=0.1"
@@ -31,7 +33,7 @@ _VOC_PAPER = "CO2 paper, table of transfer"
 
 
 def _cifar(method: str, name: str, value: float, source: str, epochs: int = 200) -> Published:
-    return Published("cifar-10", method, name, "knn.top1", value, _CIFAR_KNN.format(epochs), source)
+    return Published("cifar-10", method, name, "knn.top1", value, _CIFAR_KNN.format(epochs), source, epochs)
 
 
 def _voc(method: str, name: str, *values: float) -> list[Published]:
@@ -65,6 +67,10 @@ PUBLISHED: tuple[Published, ...] = (
     *_voc("moco-v2", "MoCo v2", 85.0, 82.4, 57.0, 63.6, 74.2),
     *_voc("co2-v2", "MoCo v2 + CO2", 85.2, 82.7, 57.2, 64.1, 74.7),
 )
+
+
+ELSEWHERE = ("byol", "moco-v2", "co2-v2")
+"""Methods that are not trained here, and stand in the tables for orientation."""
 
 
 def published_for(data: str, measures: frozenset[str]) -> list[Published]:

@@ -35,7 +35,7 @@ def gather(folder: Path, plan: Plan, study: str) -> Results:
                 records[variant.name][seed] = record
             if why and (seed in grid.seeds or record is not None):
                 missing[cell.name] = _shortened(failed.get(cell.name, "")) or why
-    return Results(study, grid.variants, records, missing, plan.base.data, plan.validate)
+    return Results(study, grid.variants, records, missing, plan.base, plan.validate)
 
 
 def _usable(folder: Path, plan: Plan, cell: Cell) -> tuple[CellRecord | None, str]:

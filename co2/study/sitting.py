@@ -31,6 +31,7 @@ from co2.study.grids import cost_of
 from co2.study.plan import CELLS, FAILED, Cell, Plan
 from co2.study.records import mismatches, missing_protocols, read_record, record_path, write_failure
 
+COMMAND = (sys.executable, "-m", "co2.cli", "study", "cell")
 _STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 _TO_STOP = 25.0  # seconds before the limit at which cells are asked to stop: a step, a measurement, a checkpoint
 _TO_START = 30.0  # seconds more that a cell must have before that, to be worth its start
@@ -259,7 +260,7 @@ class _Sitting:
         with open(log, "ab") as output:
             begins = output.tell()
             process = subprocess.Popen(
-                [sys.executable, "-m", "co2.cli", "study", "cell", str(job_file)],
+                [*COMMAND, str(job_file)],
                 stdin=subprocess.PIPE,  # closed by the system when this process ends, in whatever way
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -12,9 +12,10 @@ from typing import Any
 
 from scipy import stats  # type: ignore[import-untyped]
 
+from co2.config import Experiment
 from co2.study.curves import band
 from co2.study.grids import Variant
-from co2.study.published import Published, published_for
+from co2.study.published import ELSEWHERE, Published, published_for
 from co2.study.records import CellRecord
 
 
@@ -71,7 +72,7 @@ class Results:
     """By variant and seed."""
     missing: Mapping[str, str]
     """Cells that are not there or not used, and why."""
-    data: str
+    base: Experiment
     validate: float | None
 
     def values(self, variant: str, measure: Measure) -> dict[int, float]:
@@ -118,7 +119,8 @@ def compare(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Compariso
     difference = spread([ours[seed] - theirs[seed] for seed in seeds])
     if difference is None:
         return None
-    if not difference.deviation:
+    size = max(abs(ours[seed]) for seed in seeds)
+    if difference.deviation is None or difference.deviation <= 1e-9 * size:  # but for rounding, all the same
         return Comparison(difference, None, None)
     test = stats.ttest_rel([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
     return Comparison(difference, float(test.statistic), float(test.pvalue))
@@ -177,6 +179,9 @@ def _judged_on(results: Results) -> str:
     if results.study == "transfer":
         return "Backbones pre-trained here, judged on PASCAL VOC; one run of each protocol for each seed's backbone."
     if results.validate is None:
+        found = [record for by_seed in results.records.values() for record in by_seed.values()]
+        if found and not found[0].content["data"]["test"]:
+            return "The data have no held-out part: kNN leaves one image out at a time, linear a fifth of each class."
         return "Accuracies on the held-out images of the data (their test split)."
     return (
         f"Accuracies on {100 * results.validate:g}% of the training images, balanced over classes and put aside before "
@@ -269,26 +274,32 @@ def _throughout(results: Results) -> str:
 
 def _published_table(results: Results) -> str:
     measures = {measure.name: measure for measure in measures_of(results.study)}
-    found = published_for(results.data, frozenset(measures)) if results.validate is None else []
-    if not found:
+    methods = {variant.published for variant in results.variants}
+    found = [
+        one
+        for one in published_for(results.base.data, frozenset(measures))
+        if one.method in methods or (one.method in ELSEWHERE and results.study in ("claim", "transfer"))
+    ]
+    if not found or results.validate is not None:
         return ""
     lines = [
         [
             _escaped(one.name),
             measures[one.measure].heading,
-            f"{one.value:g}",
+            str(one.value),
             _here(results, one, measures[one.measure]),
             one.setting,
             one.source,
         ]
         for one in found
     ]
-    return "Published, and the same method here:\n\n" + _table(
-        ["published", "measure", "value", "here", "setting", "source"], lines
-    )
+    introduction = f"Published, and the same method here where it was trained as long ({results.base.epochs} epochs):"
+    return f"{introduction}\n\n" + _table(["published", "measure", "value", "here", "setting", "source"], lines)
 
 
 def _here(results: Results, published: Published, measure: Measure) -> str:
+    if published.epochs not in (None, results.base.epochs):
+        return ""
     for variant in results.variants:
         if variant.published == published.method:
             found = spread(list(results.values(variant.name, measure).values()))
@@ -299,8 +310,11 @@ def _here(results: Results, published: Published, measure: Measure) -> str:
 def _missing_list(results: Results) -> str:
     if not results.missing:
         return ""
-    lines = "\n".join(f"- {name}: {why}" for name, why in results.missing.items())
-    return f"Cells still missing:\n\n{lines}"
+    by_reason: dict[str, list[str]] = {}
+    for name, why in results.missing.items():
+        by_reason.setdefault(why, []).append(name)
+    lines = "\n".join(f"- {', '.join(names)}: {why}" for why, names in by_reason.items())
+    return f"Cells still missing ({len(results.missing)}):\n\n{lines}"
 
 
 def _table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -1,0 +1,103 @@
+"""Records as a study writes them, without the training; and a study whose cells take a second each."""
+
+import json
+
+import pytest
+
+from co2.evaluation.presets import settings_of
+from co2.study.command import Request, make_plan
+from co2.study.plan import write_plan
+from co2.study.records import as_json, record_path, write_record
+from co2.study.settings import plain_settings
+
+TINY = ["views.size=16", "batch_size=16", "encoder.dimension=16", "negatives.size=50", "monitoring.log_every=1"]
+TINY += ["monitoring.health_images=16", "monitoring.bank_images=30", "monitoring.query_images=20"]
+QUICKER = ["linear.strengths=0.1", "linear.iterations=3", "linear.flips=false", "knn.query_images=50"]
+
+
+@pytest.fixture
+def request_tiny():
+    """What the command line would make of a study on 40 rendered pictures: 2 epochs of 3 steps."""
+
+    def build(**changes):
+        settings = {
+            "data": "shapes:40:16",
+            "base": "demo-co2",
+            "epochs": 2,
+            "seeds": (0,),
+            "set": tuple(TINY),
+            "evaluation": tuple(QUICKER),
+            "device": "cpu",
+            "workers": 0,
+        }
+        return Request(**{**settings, **changes})
+
+    return build
+
+
+@pytest.fixture
+def words_tiny():
+    """The same as words on the command line."""
+    words = ["--data", "shapes:40:16", "--base", "demo-co2", "--epochs", "2", "--device", "cpu", "--workers", "0"]
+    for text in TINY:
+        words += ["--set", text]
+    for text in QUICKER:
+        words += ["--evaluation", text]
+    return words
+
+
+@pytest.fixture
+def write_cell():
+    """Write the record of a cell with made-up numbers and curves."""
+
+    def write(folder, plan, study, variant, seed, numbers=None, curve=None, **changes):
+        found = next(one for one in plan.grids[study].variants if one.name == variant)
+        cell = plan.cell(study, found, seed)
+        by_protocol = {}
+        for name, value in (numbers or {}).items():
+            protocol, _, inner = name.partition(".")
+            by_protocol.setdefault(protocol, {})[inner] = value
+        evaluations = {
+            protocol: {
+                "numbers": values,
+                "settings": as_json(cell.protocols.get(protocol, {})) or vars(settings_of(protocol, "quick")),
+                "details": {},
+                "data": plan.base.data,
+            }
+            for protocol, values in by_protocol.items()
+        }
+        content = {
+            "cell": cell.name,
+            "seed": seed,
+            "settings": plain_settings(cell.experiment),
+            "data": {"name": plan.base.data, "train": 40, "bank": 40, "test": 1000, "classes": 10}
+            | {"validate": plan.validate},
+            "evaluations": evaluations,
+            "seconds": {"wall": 60.0, "steps": 50.0, "sittings": 1},
+            "made_with": {"device": "cpu"},
+            "curves": {"train": curve or {"epoch": [], "top1": []}, "epoch": {}},
+            "advice": [],
+        }
+        write_record(record_path(folder, cell.name), {**content, **changes})
+        return cell
+
+    return write
+
+
+@pytest.fixture
+def planned(tmp_path, request_tiny):
+    """A folder with a plan in it, and the plan."""
+
+    def build(*studies, folder=None, **changes):
+        folder = folder or tmp_path / "results"
+        folder.mkdir(exist_ok=True)
+        plan = make_plan(studies, request_tiny(**changes), f"co2 study {' '.join(studies)}")
+        write_plan(folder, plan)
+        return folder, plan
+
+    return build
+
+
+@pytest.fixture
+def read_json():
+    return lambda path: json.loads(path.read_text())

@@ -1,0 +1,231 @@
+"""The grids are what they say: which cells, made of which settings."""
+
+import subprocess
+import sys
+
+import pytest
+
+from co2 import recipes
+from co2.config import flatten
+from co2.errors import UserError
+from co2.study.command import Request, make_plan
+from co2.study.grids import STUDIES, Wanted, cost_of, method_of, name_of
+from co2.study.plan import all_cells, merge_plans, read_plan, write_plan
+from co2.study.settings import changed, changed_settings, parse_assignments
+
+
+def plan_of(*studies, **changes):
+    return make_plan(studies, Request(data="shapes:40:16", **changes), "co2 study")
+
+
+def objective(plan, study):
+    """(alpha, tau_con, label smoothing, symmetric) of each variant."""
+    found = {}
+    for variant in plan.grids[study].variants:
+        experiment = plan.cell(study, variant, 0).experiment
+        term = experiment.objective
+        found[variant.name] = (term.alpha, term.tau_consistency, term.label_smoothing, experiment.negatives.symmetric)
+    return found
+
+
+def test_claim():
+    base = recipes.co2_small().objective
+    assert objective(plan_of("claim"), "claim") == {
+        "moco": (0.0, base.tau_consistency, 0.0, False),
+        name_of(recipes.co2_small()): (base.alpha, base.tau_consistency, 0.0, False),
+        "moco-smoothing-0.1": (0.0, base.tau_consistency, 0.1, False),
+        "moco-co2-a10-t0.04": (10.0, 0.04, 0.0, False),
+        "moco-co2-a0.3-t0.05": (0.3, 0.05, 0.0, False),
+        "moco-symmetric": (0.0, base.tau_consistency, 0.0, True),
+        name_of(recipes.co2_small().edit(negatives={"symmetric": True})): (base.alpha, base.tau_consistency, 0.0, True),
+    }
+
+
+def test_every_variant_of_claim_differs_from_its_baseline_in_one_thing():
+    plan = plan_of("claim")
+    variants = {variant.name: variant for variant in plan.grids["claim"].variants}
+    for variant in variants.values():
+        if variant.baseline:
+            ours = flatten(plan.cell("claim", variant, 0).experiment)
+            theirs = flatten(plan.cell("claim", variants[variant.baseline], 0).experiment)
+            differ = {name for name in ours if ours[name] != theirs[name]}
+            assert differ <= {"objective.alpha", "objective.tau_consistency"} or differ == {"objective.label_smoothing"}
+
+
+def test_alpha_and_tau_have_the_promised_points_and_one_baseline():
+    plan = plan_of("alpha", "tau", set=("objective.alpha=1", "objective.tau_consistency=0.04"))
+    by_alpha = objective(plan, "alpha")
+    assert [values[0] for values in by_alpha.values()] == [0, 0.1, 0.3, 1, 3, 10]
+    assert {values[1] for values in by_alpha.values()} == {0.04}
+    by_tau = objective(plan, "tau")
+    assert by_tau.pop("moco")[0] == 0
+    assert [values[1] for values in by_tau.values()] == [0.02, 0.04, 0.07, 0.1, 0.2]
+    assert {values[0] for values in by_tau.values()} == {1.0}
+    for study in ("alpha", "tau"):
+        assert {variant.baseline for variant in plan.grids[study].variants} == {"", "moco"}
+
+
+def test_the_bases_own_alpha_and_tau_are_always_among_the_points():
+    plan = plan_of("alpha", "tau", set=("objective.alpha=2", "objective.tau_consistency=0.06"), alphas=(0.0, 5.0))
+    assert [variant.place for variant in plan.grids["alpha"].variants] == [0, 2, 5]
+    assert 0.06 in [variant.place for variant in plan.grids["tau"].variants]
+
+
+def test_mechanisms_are_the_recipes():
+    plan = plan_of("mechanisms", epochs=7)
+    for variant, recipe in zip(
+        plan.grids["mechanisms"].variants,
+        ("moco-small", "co2-small", "simclr-small", "co2-simclr-small", "insdisc-small", "co2-insdisc-small"),
+        strict=True,
+    ):
+        ours, theirs = flatten(plan.cell("mechanisms", variant, 0).experiment), flatten(recipes.get(recipe))
+        differ = {name for name in ours if ours[name] != theirs[name]}
+        assert differ <= {"recipe", "data", "epochs", "monitoring.evaluate_every"}, (variant.name, differ)
+        assert ours["epochs"] == 7
+
+
+def test_edits_reach_every_recipe_of_mechanisms():
+    plan = plan_of("mechanisms", set=("views.size=48",))
+    assert {cell.experiment.views.size for cell in plan.cells("mechanisms")} == {48}
+
+
+def test_studies_of_one_folder_share_their_cells():
+    plan = plan_of("claim", "alpha", "tau", "curves", "transfer", seeds=(0, 1))
+    cells = all_cells(plan, list(plan.grids))
+    assert len({cell.name for cell in cells}) == len(cells)
+    pair = {variant.name for variant in plan.grids["curves"].variants}
+    assert pair <= {variant.name for variant in plan.grids["claim"].variants}
+    (shared,) = [cell for cell in cells if cell.name == "moco-s1"]
+    assert list(shared.protocols) == ["knn", "linear", "svm", "detection", "segmentation"]
+    assert shared.experiment.seed == 1
+    assert [cell.experiment.seed for cell in cells] == sorted(cell.experiment.seed for cell in cells)
+
+
+def test_vary_takes_settings_one_at_a_time_and_skips_the_bases_value():
+    plan = plan_of("vary", vary=("encoder.groups=[2,4,8]", "views.crop_scale=[[0.08,1],[0.2,1]]"))
+    base, *others = plan.grids["vary"].variants
+    assert base.changes == {}
+    assert {next(iter(other.changes)) for other in others} == {"encoder.groups", "views.crop_scale"}
+    assert [other.label for other in others] == [
+        "encoder.groups = 2",
+        "encoder.groups = 8",
+        "views.crop_scale = 0.08-1",
+    ]
+    assert plan.cell("vary", others[2], 0).experiment.views.crop_scale == (0.08, 1.0)
+    assert all("/" not in other.name and " " not in other.name for other in others)
+
+
+def test_names_and_costs():
+    moco = recipes.moco_small()
+    assert name_of(moco) == method_of(moco) == "moco"
+    assert method_of(recipes.co2_simclr_small()) == "co2-simclr"
+    assert method_of(recipes.co2_small().edit(negatives={"symmetric": True})) == "co2-symmetric"
+    assert method_of(recipes.moco_label_smoothing_small()) == "moco-smoothing"
+    assert cost_of(moco.edit(negatives={"symmetric": True})) == 2 * cost_of(moco)
+
+
+def test_measurements_during_a_run_are_few_unless_asked_for():
+    assert plan_of("claim", epochs=200).base.monitoring.evaluate_every == 20
+    assert plan_of("claim", epochs=3).base.monitoring.evaluate_every == 1
+    assert plan_of("claim", set=("monitoring.evaluate_every=5",)).base.monitoring.evaluate_every == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base": "moco-small"}, "no consistency term"),
+        ({"set": ("objective.alfa=1",)}, "Did you mean 'objective.alpha'"),
+        ({"set": ("objective.alpha",)}, "is not understood"),
+        ({"set": ("seed=1",)}, "Use --seeds"),
+        ({"set": ("batch_size=large",)}, "batch_size cannot be large"),
+        ({"seeds": (1, 1)}, "must be different"),
+        ({"seeds": ()}, "at least one"),
+        ({"evaluation": ("linear.epoch=3",)}, "Did you mean 'epochs'"),
+        ({"evaluation": ("lineal.epochs=3",)}, "Did you mean 'linear'"),
+        ({"evaluation": ("linear.epochs=few",)}, "cannot be 'few'"),
+        ({"validate": True, "validate_share": 1.0}, "between 0 and 1"),
+    ],
+)
+def test_mistakes(changes, message):
+    with pytest.raises(UserError, match=message):
+        plan_of("claim", **changes)
+
+
+def test_more_mistakes():
+    with pytest.raises(UserError, match="something to vary"):
+        plan_of("vary")
+    with pytest.raises(UserError, match="several values"):
+        plan_of("vary", vary=("encoder.groups=4",))
+    with pytest.raises(UserError, match="belong together"):
+        plan_of("mechanisms", base="demo-co2")
+
+
+def test_values_as_people_write_them():
+    texts = [
+        "a=0.3",
+        "b=true",
+        "c=True",
+        "d=[0.08, 1]",
+        "e=0.08,1",
+        "f=torchvision/resnet34",
+        "crop-scale=1,2",
+        "g=null",
+    ]
+    assert parse_assignments(texts, "--set") == {
+        "a": 0.3,
+        "b": True,
+        "c": True,
+        "d": [0.08, 1],
+        "e": [0.08, 1],
+        "f": "torchvision/resnet34",
+        "crop_scale": [1, 2],
+        "g": None,
+    }
+    edited = changed(recipes.co2_small(), {"views.crop_scale": [0.08, 1], "encoder.hidden": 64})
+    assert (edited.views.crop_scale, edited.encoder.hidden) == ((0.08, 1), 64)
+
+
+def test_settings_of_evaluations_keep_their_kind():
+    from co2.evaluation.specification import LINEAR_QUICK
+
+    edited = changed_settings(LINEAR_QUICK, {"strengths": 0.1, "weight_decay": 1, "milestones": [3]}, "linear")
+    assert (edited.strengths, edited.weight_decay, edited.milestones) == ((0.1,), 1.0, (3,))
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    plan = plan_of("claim", "transfer", seeds=(3, 4), validate=True, epochs=5, set=("views.crop_scale=0.1,1",))
+    write_plan(tmp_path, plan)
+    read = read_plan(tmp_path)
+    assert read.base == plan.base
+    assert read.validate == 0.1
+    assert [cell.experiment for cell in read.cells("claim")] == [cell.experiment for cell in plan.cells("claim")]
+    assert read.grids["claim"].variants == plan.grids["claim"].variants
+
+
+def test_a_folder_has_one_base(tmp_path):
+    earlier, other = plan_of("claim", epochs=5), plan_of("alpha", epochs=6)
+    with pytest.raises(UserError, match=r"epochs: 5 in .*, 6 asked for"):
+        merge_plans(earlier, other, tmp_path, redo=False)
+    assert merge_plans(earlier, other, tmp_path, redo=True).base.epochs == 6
+    with pytest.raises(UserError, match="validate: None"):
+        merge_plans(earlier, plan_of("claim", epochs=5, validate=True), tmp_path, redo=False)
+    same = merge_plans(earlier, plan_of("alpha", epochs=5), tmp_path, redo=False)
+    assert list(same.grids) == ["claim", "alpha"]
+
+
+def test_list_and_help_are_answered_without_torch():
+    code = (
+        "import sys\nfrom co2.cli import main\n"
+        "main(['study']); main(['study', 'list', '--minutes-per-run', '3'])\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'heavy imports'"
+    )
+    text = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert all(name in text for name in STUDIES)
+    assert "7 variants x 3 seeds, 27 runs' time, about 1.4 hours" in text
+
+
+def test_every_study_can_be_declared_on_the_default_base():
+    wanted = Wanted(recipes.co2_small(), vary={"encoder.groups": [2]})
+    for study in STUDIES.values():
+        names = [variant.name for variant in study.variants(wanted)]
+        assert len(names) == len(set(names)) > 1

@@ -1,0 +1,476 @@
+"""Studies as people run them: real processes, killed, stopped, failing, resumed; and single cells in this process."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from co2.checkpoint import checkpoints
+from co2.cli import main
+from co2.config import Experiment
+from co2.data.open import open_data
+from co2.data.shapes import write_shapes
+from co2.errors import UserError
+from co2.study import cell as cells
+from co2.study import sitting
+from co2.study.cell import Job, work_on
+from co2.study.plan import all_cells, read_plan
+from co2.study.records import record_path
+from co2.study.report import report_study
+from co2.study.sitting import Circumstances, data_of, outstanding
+
+PAIR = ["moco-s0", "moco-co2-a0.3-t0.1-s0"]
+
+
+@pytest.fixture
+def study(words_tiny, tmp_path):
+    """`co2 study` as a process; returns it when it has ended."""
+
+    def start(*words):
+        name, *options_after = words  # of an option that is given twice, the last one counts
+        command = [sys.executable, "-m", "co2.cli", "study", name, *words_tiny, *options_after]
+        command += ["--out", str(tmp_path / "results")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    return start
+
+
+def finished(process):
+    output, _ = process.communicate(timeout=300)
+    assert "Traceback" not in output, output
+    return process.returncode, output
+
+
+def jobs_of(plan, study, folder, **changes):
+    """The job files of a study's cells, as a sitting writes them."""
+    runs = folder / "runs"
+    runs.mkdir(exist_ok=True)
+    for cell in all_cells(plan, [study]):
+        experiment = cell.experiment.edit(
+            data=data_of(plan), out=str(runs / cell.name), resume="auto", device="cpu", workers=0
+        )
+        job = Job(
+            cell=cell.name,
+            experiment=experiment.to_json(),
+            protocols=cell.protocols,
+            record=str(record_path(folder, cell.name)),
+            data=plan.base.data,
+            validate=plan.validate,
+            command="co2 study",
+            **{"voc": "", "view_size": 224, "keep_checkpoints": False, **changes},
+        )
+        path = runs / f"{cell.name}.job.json"
+        job.write(path)
+        yield cell, path
+
+
+def test_a_study_from_beginning_to_end_and_again(study, tmp_path, read_json, words_tiny, capsys):
+    code, output = finished(study("curves", "--seeds", "0", "--jobs", "2"))
+    assert code == 0, output
+    folder = tmp_path / "results"
+    for name in PAIR:
+        record = read_json(folder / "cells" / f"{name}.json")
+        assert record["seed"] == 0
+        assert set(record["evaluations"]) == {"knn", "linear"}
+        assert 0 <= record["evaluations"]["linear"]["numbers"]["top1"] <= 100
+        assert record["evaluations"]["knn"]["details"]["k"] >= 1
+        logged = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        train = [row for row in logged if row["kind"] == "train"]
+        assert record["curves"]["train"]["step"] == [row["step"] for row in train] == [1, 2, 3, 4, 5, 6]
+        assert record["curves"]["train"]["consistency"] == pytest.approx(
+            [row["consistency"] for row in train], rel=1e-5
+        )
+        assert record["curves"]["epoch"]["epoch"] == [0, 1, 2]
+        assert record["made_with"]["torch"]
+        assert record["made_with"]["command"].startswith("co2 study curves --data shapes:40:16")
+        assert record["seconds"]["wall"] > record["seconds"]["steps"] > 0
+        assert record["data"] == {"name": "shapes:40:16", "train": 40, "bank": 40, "test": 1000, "classes": 10} | {
+            "validate": None
+        }
+        assert Experiment.from_json(json.dumps(record["settings"])).objective.alpha == (0.3 if "co2" in name else 0.0)
+        assert str(tmp_path) not in json.dumps({**record, "made_with": ""})
+        assert (folder / "runs" / name / "backbone.safetensors").is_file()
+        assert not checkpoints(folder / "runs" / name)
+    assert (folder / "runs" / ".gitignore").read_text().endswith("*\n")
+    assert {path.name for path in folder.glob("curves.*")} == {"curves.md", "curves.csv", "curves.svg", "curves.png"}
+    assert "MoCo + CO2 (α=0.3, τ=0.1) | 1 |" in output
+
+    # Nothing is computed a second time, even where the runs are gone: the records say it all.
+    shutil.rmtree(folder / "runs")
+    before = {path.name: path.stat().st_mtime_ns for path in (folder / "cells").iterdir()}
+    words = [*words_tiny, "--out", str(folder)]
+    assert main(["study", "curves", "--seeds", "0", *words]) == 0
+    assert "2 of 2 cells are done already" in capsys.readouterr().out
+    assert before == {path.name: path.stat().st_mtime_ns for path in (folder / "cells").iterdir()}
+    assert not [path for path in (folder / "runs").iterdir() if path.is_dir()]
+
+    # Another question about the same runs begins with what is there: only label smoothing and others are left.
+    assert main(["study", "claim", "--seeds", "0", "--plan", *words]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{name:<40} done" in shown for name in PAIR)
+    assert "2 of 7 cells are done" in shown
+
+    # Other settings are refused by name, and nothing is changed.
+    for wrong in (["--set", "objective.tau_instance=0.3"], ["--epochs", "3"], ["--validate"]):
+        assert main(["study", "curves", "--seeds", "0", *words, *wrong]) == 2
+        assert "--redo" in capsys.readouterr().err
+    assert main(["study", "curves", "--seeds", "0", *words, "--evaluation", "knn.k=3"]) == 2
+    assert "knn.k: 200 in the record, 3 asked for" in capsys.readouterr().err
+    assert main(["study", "curves", "--seeds", "0", *words, "--data", "shapes:41:16"]) == 2
+    assert "data, train: 40 in the record, 41 asked for" in capsys.readouterr().err
+
+    # Tables alone need neither data nor settings.
+    (folder / "curves.md").unlink()
+    assert main(["study", "curves", "--report-only", "--out", str(folder)]) == 0
+    assert "Cells still missing" not in (folder / "curves.md").read_text()
+    assert main(["study", "alpha", "--report-only", "--out", str(folder)]) == 2
+
+
+def wait_until(condition, process, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def alive(process_id):
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_killed_study_goes_on_where_it_stood(study, tmp_path, read_json):
+    """The study's own process is killed in the middle of a run: the run stops with a checkpoint and nothing is
+    orphaned. The same command goes on with it to the end, and every step is made once."""
+    folder, run = tmp_path / "results", tmp_path / "results" / "runs" / "moco-s0"
+    words = ["curves", "--seeds", "0", "--only", "moco", "--epochs", "30", "--set", "monitoring.evaluate_every=30"]
+    process = study(*words)
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and metrics.read_text().count('"train"') > 3, process)
+    owner = int((run / ".lock").read_text().split()[1])
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 60
+    while alive(owner) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(owner)
+    step = int(checkpoints(run)[-1].stem.removeprefix("step-"))
+    assert 3 < step < 90
+    assert not record_path(folder, "moco-s0").exists()
+
+    code, output = finished(study(*words))
+    assert code == 0, output
+    assert "moco-s0 goes on at epoch" in output
+    record = read_json(record_path(folder, "moco-s0"))
+    assert record["curves"]["train"]["step"] == list(range(1, 91))
+    assert f"Going on from step {step:,} of 90" in (folder / "runs" / "moco-s0.log").read_text()
+    assert record["seconds"]["sittings"] == 2
+
+
+# A sitting with processes that only behave like cells.
+
+STAND_IN = """
+import json, os, pathlib, shutil, signal, sys
+job = json.load(open(sys.argv[1]))
+behaviour = json.loads(os.environ["BEHAVIOUR"])[job["cell"]]
+run = pathlib.Path(json.loads(job["experiment"])["out"])
+run.mkdir(exist_ok=True)
+(run / "began").touch()
+if behaviour == "diverge":
+    print("Some numbers.")
+    sys.exit("co2: The loss became NaN.")
+if behaviour == "vanish":
+    os.kill(os.getpid(), signal.SIGKILL)
+if behaviour == "do":
+    shutil.copy(run.parent / (run.name + ".prepared"), job["record"])
+    sys.exit(0)
+if behaviour == "meet":  # the other one, which must be there at the same time
+    while len(list(run.parent.glob("*/began"))) < 2:
+        pass
+    shutil.copy(run.parent / (run.name + ".prepared"), job["record"])
+    sys.exit(0)
+if behaviour == "resist":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(run / "metrics.jsonl").write_text('{"kind": "train", "epoch": 1.0}\\n')
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def sit_with(planned, write_cell, tmp_path, monkeypatch):
+    """A sitting in which each cell behaves as told; returns how it went and the folder."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    monkeypatch.setattr(sitting, "COMMAND", (sys.executable, str(script)))
+
+    def work(behaviours, **circumstances):
+        folder, plan = planned("curves", seeds=tuple(range(-(-len(behaviours) // 2))))
+        runs = folder / "runs"
+        runs.mkdir(exist_ok=True)
+        cells_ = plan.cells("curves")[: len(behaviours)]
+        for cell in cells_:
+            write_cell(
+                folder, plan, "curves", cell.variant, cell.experiment.seed, {"knn.top1": 50.0, "linear.top1": 60.0}
+            )
+            record_path(folder, cell.name).rename(runs / f"{cell.name}.prepared")
+        told = dict(zip((cell.name for cell in cells_), behaviours, strict=True))
+        monkeypatch.setenv("BEHAVIOUR", json.dumps(told))
+        here = Circumstances(folder, runs, device="cpu", **circumstances)
+        outcome = sitting.sit(cells_, 0, plan, here, dict.fromkeys(told, "co2 study"))
+        return outcome, folder, list(told)
+
+    return work
+
+
+def test_cells_that_fail_are_recorded_and_the_others_go_on(sit_with, read_json, planned, capsys):
+    outcome, folder, names = sit_with(["diverge", "do", "vanish", "do"])
+    assert outcome.failed == [names[0], names[2]]
+    assert outcome.done == [names[1], names[3]]
+    assert not outcome.left
+    diverged, vanished = (read_json(folder / "cells" / f"{names[i]}.failed.json") for i in (0, 2))
+    assert diverged == {"cell": names[0], "exit_code": 1, "error": "Some numbers.\nco2: The loss became NaN."}
+    assert (vanished["exit_code"], vanished["error"]) == (-9, "The process ended with code -9 and said nothing.")
+    assert f"{names[0]} failed: co2: The loss became NaN." in capsys.readouterr().out
+    plan = read_plan(folder)
+    report_study(folder, plan, "curves")
+    text = (folder / "curves.md").read_text()
+    assert f"- {names[0]}: failed: co2: The loss became NaN." in text
+    assert "Cells still missing (2)" in text
+
+    # The next sitting tries again, and what succeeds takes its note away.
+    outcome, folder, _ = sit_with(["do"])
+    assert outcome.done == [names[0]]
+    assert not (folder / "cells" / f"{names[0]}.failed.json").exists()
+
+
+def test_the_time_limit_stops_cells_in_time_and_begins_no_more(sit_with, capsys):
+    started = time.monotonic()
+    outcome, folder, names = sit_with(["wait", "resist", "do"], jobs=2, minutes=0.05)
+    assert 2.0 < time.monotonic() - started < 30  # three seconds, and what a busy machine adds
+    assert sorted(outcome.left) == sorted(names)
+    assert not outcome.failed
+    assert not list((folder / "cells").iterdir())
+    assert not (folder / "runs" / names[2] / "began").exists()
+    output = capsys.readouterr().out
+    assert f"{names[0]} stopped at epoch 1; it can go on." in output
+    assert "The time is up. The same command goes on from here." in output
+
+
+def test_several_cells_are_worked_on_at_once(sit_with):
+    outcome, _, names = sit_with(["meet", "meet"], jobs=2)
+    assert sorted(outcome.done) == sorted(names)
+
+
+def test_a_signal_to_the_study_stops_its_cells(sit_with, tmp_path):
+    def stop_once_begun():
+        while not list((tmp_path / "results" / "runs").glob("*/began")):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_once_begun, daemon=True).start()
+    outcome, folder, names = sit_with(["wait", "do"])
+    assert outcome.signal_number == signal.SIGTERM
+    assert sorted(outcome.left) == sorted(names)
+    assert not list((folder / "cells").iterdir())
+
+
+# One cell, in this process.
+
+
+def test_a_stopped_evaluation_is_not_repeated_and_the_record_grows(planned, monkeypatch, read_json):
+    folder, plan = planned("curves")
+    _, path = next(jobs_of(plan, "curves", folder))
+    real, calls = cells.evaluate_runs, []
+
+    def killed_at_linear(protocol, *arguments):
+        calls.append(protocol)
+        if protocol == "linear" and calls.count("linear") == 1:
+            raise KeyboardInterrupt
+        return real(protocol, *arguments)
+
+    monkeypatch.setattr(cells, "evaluate_runs", killed_at_linear)
+    trained = []
+    real_pretrain = cells.pretrain
+    monkeypatch.setattr(cells, "pretrain", lambda experiment: trained.append(real_pretrain(experiment)))
+    with pytest.raises(KeyboardInterrupt):
+        work_on(str(path))
+    assert set(read_json(record_path(folder, "moco-s0"))["evaluations"]) == {"knn"}
+    assert work_on(str(path)) == 0
+    assert calls == ["knn", "linear", "linear"]
+    assert len(trained) == 1
+    assert set(read_json(record_path(folder, "moco-s0"))["evaluations"]) == {"knn", "linear"}
+    assert read_json(record_path(folder, "moco-s0"))["seconds"]["sittings"] == 2
+
+
+def test_a_record_is_not_replaced_by_one_that_says_less(planned, write_cell, read_json):
+    """A backbone that is gone is trained again for a new evaluation; until that has all that the old record had, the
+    old one stays."""
+    folder, plan = planned("curves")
+    write_cell(folder, plan, "curves", "moco", 0, {"svm.mAP_area": 40.0, "knn.top1": 1.0, "linear.top1": 2.0})
+    _, path = next(jobs_of(plan, "curves", folder))
+    before = record_path(folder, "moco-s0").read_bytes()
+    assert work_on(str(path)) == 0
+    assert record_path(folder, "moco-s0").read_bytes() == before
+
+
+def test_transfer_takes_the_backbones_of_claim(planned, tmp_path, read_json, monkeypatch):
+    voc = tmp_path / "voc"
+    write_shapes(voc, layout="voc", count=24, size=48)
+    quick = ("svm.costs=1", "svm.train=train", "svm.test=val", "detection.train=train", "detection.test=val")
+    quick += ("detection.iterations=2", "detection.milestones=1", "detection.batch_size=2")
+    quick += ("detection.statistics_batches=1", "detection.warmup=1")
+    quick += ("segmentation.train=train", "segmentation.test=val", "segmentation.epochs=1", "segmentation.batch_size=4")
+    quick += ("segmentation.crop=48",)
+    folder, plan = planned("curves")
+    (_, path), *_ = jobs_of(plan, "curves", folder)
+    assert work_on(str(path)) == 0
+    first = read_json(record_path(folder, "moco-s0"))
+    folder, both = planned("curves", "transfer", evaluation=(*plan_quick(plan), *quick), view_size=32)
+    todo, done = outstanding(all_cells(both, ["transfer"]), both, Circumstances(folder, folder / "runs"))
+    assert [cell.name for cell in todo] == PAIR
+    assert not done
+    monkeypatch.setattr(cells, "pretrain", lambda experiment: pytest.fail("trained again"))
+    process = sitting._Sitting(
+        todo[:1],
+        0,
+        both,
+        Circumstances(folder, folder / "runs", voc=str(voc), device="cpu"),
+        {"moco-s0": "co2"},
+        sitting.Outcome(),
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", lambda command, **options: None)
+        process._start(todo[0])
+    assert work_on(str(folder / "runs" / "moco-s0.job.json")) == 0
+    record = read_json(record_path(folder, "moco-s0"))
+    assert set(record["evaluations"]) == {"knn", "linear", "svm", "detection", "segmentation"}
+    assert record["evaluations"]["knn"] == first["evaluations"]["knn"]
+    assert record["backbone_sha256"] == first["backbone_sha256"]
+    assert record["evaluations"]["svm"]["settings"]["view_size"] == 32
+    assert record["evaluations"]["knn"]["settings"]["view_size"] == 16
+
+
+def plan_quick(plan):
+    """The evaluation settings of a plan as the user would type them."""
+    for protocol, settings in plan.grids["curves"].protocols.items():
+        for name in {"linear": ("strengths", "iterations", "flips"), "knn": ("query_images",)}[protocol]:
+            yield f"{protocol}.{name}={json.dumps(settings[name])}"
+
+
+def test_a_validation_study_is_judged_on_training_images_that_it_does_not_train_on(planned, read_json):
+    folder, plan = planned(
+        "curves",
+        data="digits",
+        validate=True,
+        epochs=1,
+        set=(
+            "batch_size=512",
+            "views.size=16",
+            "monitoring.health_images=16",
+            "monitoring.bank_images=30",
+            "monitoring.query_images=20",
+        ),
+    )
+    assert data_of(plan) == "validation:0.1:0:digits"
+    split = open_data(data_of(plan))
+    _, path = next(jobs_of(plan, "curves", folder))
+    assert work_on(str(path)) == 0
+    record = read_json(record_path(folder, "moco-s0"))
+    assert record["data"]["train"] == record["data"]["bank"] == len(split.train)
+    assert record["data"]["test"] == len(split.test)
+    assert record["data"]["train"] + record["data"]["test"] == 1437  # the 360 test images are not among them
+    assert record["data"]["validate"] == 0.1
+    assert record["evaluations"]["linear"]["details"]["test_images"] == len(split.test)
+    assert record["settings"]["data"] == record["data"]["name"] == "digits"
+
+
+def test_redo_gives_up_records_and_runs_with_other_settings(planned, write_cell, capsys):
+    folder, plan = planned("curves")
+    write_cell(folder, plan, "curves", "moco", 0, {"knn.top1": 1.0, "linear.top1": 2.0})
+    runs = folder / "runs"
+    (runs / "moco-s0").mkdir(parents=True)
+    cell = plan.cells("curves")[0]
+    (runs / "moco-s0" / "config.json").write_text(cell.experiment.edit(epochs=9).to_json())
+    # The record is what was asked for, so the run does not matter.
+    todo, done = outstanding([cell], plan, Circumstances(folder, runs))
+    assert (todo, done) == ([], ["moco-s0"])
+    _, other = planned("curves", folder=folder, epochs=3)
+    cell = other.cells("curves")[0]
+    with pytest.raises(UserError, match="moco-s0: epochs: 2 in the record, 3 asked for"):
+        outstanding([cell], other, Circumstances(folder, runs))
+    todo, done = outstanding([cell], other, Circumstances(folder, runs, redo=True))
+    assert ([one.name for one in todo], done) == (["moco-s0"], [])
+    assert not record_path(folder, "moco-s0").exists()
+    assert not (runs / "moco-s0").exists()
+    assert "computed again" in capsys.readouterr().out
+
+
+def test_two_processes_do_not_work_on_one_cell(planned, monkeypatch):
+    folder, plan = planned("curves")
+    _, path = next(jobs_of(plan, "curves", folder))
+    lock = folder / "runs" / "moco-s0.lock"
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); "
+            "sys.stdin.read()",
+            str(lock),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        monkeypatch.setattr(cells, "_PATIENCE", 0.3)
+        with pytest.raises(UserError, match="Another process is working on"):
+            work_on(str(path))
+    finally:
+        holder.communicate()
+
+
+def test_time_left_follows_from_what_is_done(planned, monkeypatch):
+    folder, plan = planned("claim", seeds=(0,))
+    todo = plan.cells("claim")
+    work = sitting._Sitting(todo, 0, plan, Circumstances(folder, folder / "runs"), {}, sitting.Outcome())
+    assert work._time_left() == ""
+    work.waiting = todo[1:]  # six cells, of which two cost twice: eight runs, of two epochs each
+    assert {cell.name for cell in work.waiting if "symmetric" in cell.name}
+    work.cost_done, work.seconds_spent = 2.0, 60.0
+    assert work._time_left() == " About 8 minutes left."
+    assert sitting._duration(7200) == "2.0 hours"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["clam"], "Did you mean 'claim'"),
+        (["--data", "x"], "Name the study first"),
+        (["claim", "--data", "shapes:40:16"], "--out"),
+        (["claim", "--out", "x"], "give --data"),
+        (["claim", "--out", "x", "--report-only"], "nothing to report"),
+        (["transfer", "--data", "shapes:40:16", "--out", "x"], "--voc"),
+        (["claim", "--data", "nowhere", "--out", "x"], "no file or folder 'nowhere'"),
+        (["claim", "--data", "shapes:40:16", "--out", "x", "--only", "mocco"], "There are moco, "),
+        (["claim", "--data", "shapes:40:16", "--out", "x", "--jobs", "0"], "--jobs must be at least 1"),
+        (["claim", "--data", "shapes:40:16", "--out", "x", "--time-limit", "0"], "--time-limit"),
+        (["report"], "at least one folder"),
+        (["report", "nowhere"], "holds no study"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,328 @@
+"""Means, deviations and paired tests against what one computes by hand and with scipy; tables, figures and the page."""
+
+import csv
+import io
+import math
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy import stats
+
+from co2.errors import UserError
+from co2.study import figures
+from co2.study.curves import band
+from co2.study.published import PUBLISHED, published_for
+from co2.study.records import columns, read_record
+from co2.study.report import gather, report_study, write_page
+from co2.study.tables import LINEAR, compare, csv_text, markdown_text, rows_of, spread
+
+MOCO = {0: 60.0, 1: 62.0, 2: 61.0}
+CO2 = {0: 63.0, 1: 64.0, 2: 65.5}
+
+
+def fill(write_cell, folder, plan, study, accuracies, curves=None):
+    """Records with these linear accuracies, by variant and seed; kNN is five lower."""
+    for variant, by_seed in accuracies.items():
+        for seed, value in by_seed.items():
+            curve = (curves or {}).get(variant, lambda seed: None)(seed)
+            write_cell(
+                folder,
+                plan,
+                study,
+                variant,
+                seed,
+                {"knn.top1": value - 5, "linear.top1": value, "knn.top5": 99.0},
+                curve,
+            )
+
+
+def table_of(text):
+    """The first table of a Markdown text, by the first column."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    end = next((i for i, line in enumerate(text.splitlines()) if line.startswith("|")), 0)
+    length = next((i for i, line in enumerate(text.splitlines()[end:]) if not line.startswith("|")), len(lines))
+    return {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[2:length]}
+
+
+def test_mean_and_deviation_by_hand():
+    found = spread([1.0, 2.0, 6.0])
+    assert (found.mean, found.count) == (3.0, 3)
+    assert found.deviation == pytest.approx(math.sqrt((4 + 1 + 9) / 2))
+    assert spread([5.0]).text() == "5.00"
+    assert spread([1.0, 3.0]).text(1) == "2.0 ± 1.4"
+    assert spread([]) is None
+
+
+def test_the_paired_test_by_hand_and_against_scipy():
+    found = compare(CO2, MOCO)
+    differences = np.array([3.0, 2.0, 4.5])
+    t = differences.mean() / (differences.std(ddof=1) / math.sqrt(3))
+    assert found.difference.mean == pytest.approx(differences.mean())
+    assert found.difference.deviation == pytest.approx(differences.std(ddof=1))
+    assert found.t == pytest.approx(t)
+    assert found.p == pytest.approx(2 * stats.t.sf(t, df=2))
+    assert found.p == pytest.approx(stats.ttest_1samp(differences, 0.0).pvalue)
+
+
+def test_only_seeds_that_both_have_are_compared():
+    found = compare({0: 5.0, 1: 7.0, 9: 100.0}, {1: 6.0, 0: 3.0, 5: -100.0})
+    assert (found.difference.mean, found.difference.count) == (1.5, 2)
+    assert compare({0: 1.0}, {1: 1.0}) is None
+    single = compare({0: 2.0}, {0: 1.0})
+    assert (single.difference.mean, single.difference.deviation, single.p) == (1.0, None, None)
+    equal = compare({0: 2.0, 1: 3.0}, {0: 1.0, 1: 2.0})  # a deviation of zero: no test
+    assert (equal.difference.mean, equal.p) == (1.0, None)
+
+
+def test_the_tables_of_a_study(planned, write_cell):
+    folder, plan = planned("claim", seeds=(0, 1, 2))
+    co2 = plan.grids["claim"].variants[1].name
+    fill(write_cell, folder, plan, "claim", {"moco": MOCO, co2: CO2})
+    results = gather(folder, plan, "claim")
+    table = table_of(markdown_text(results))
+    row = table["MoCo + CO2 (α=0.3, τ=0.1)"]
+    assert row["seeds"] == "3"
+    assert row["linear top-1 (%)"] == "**64.17 ± 1.26**"  # 64.1667 and 1.2583
+    p = stats.ttest_rel(list(CO2.values()), list(MOCO.values())).pvalue
+    assert row["Δ linear top-1"] == f"+3.17 ± 1.26 (n=3, p={p:.3f})"
+    assert table["MoCo"]["linear top-1 (%)"] == "61.00 ± 1.00"
+    assert table["MoCo"]["kNN top-1 (%)"] == "56.00 ± 1.00"
+    assert table["MoCo"]["Δ linear top-1"] == ""
+    assert table["MoCo + label smoothing 0.1"]["linear top-1 (%)"] == "–"
+    text = markdown_text(results)
+    assert "With 3 seeds the test has little power" in text
+    assert f"Cells still missing ({3 * 5})" in text
+    assert "moco-smoothing-0.1-s0" in text
+
+    (line,) = [
+        line
+        for line in csv.DictReader(io.StringIO(csv_text(results)))
+        if line["variant"] == co2 and line["measure"] == "linear.top1"
+    ]
+    assert float(line["mean"]) == pytest.approx(np.mean(list(CO2.values())))
+    assert float(line["deviation"]) == pytest.approx(np.std(list(CO2.values()), ddof=1))
+    assert float(line["p"]) == pytest.approx(p)
+    assert (line["baseline"], line["n"], line["seeds"], line["values"]) == ("moco", "3", "0 1 2", "63 64 65.5")
+
+
+def test_records_dropped_in_from_elsewhere_are_picked_up_and_others_left_out(planned, write_cell, read_json):
+    folder, plan = planned("curves", seeds=(0, 1))
+    co2 = plan.grids["curves"].variants[1].name
+    fill(write_cell, folder, plan, "curves", {"moco": MOCO, co2: {0: 63.0, 7: 66.0}})
+    other = plan.cell("curves", plan.grids["curves"].variants[0], 1).experiment.edit(epochs=9)
+    settings = read_json(folder / "cells" / "moco-s1.json")["settings"] | {"epochs": other.epochs}
+    write_cell(folder, plan, "curves", "moco", 1, {"linear.top1": 1.0, "knn.top1": 1.0}, settings=settings)
+    (folder / "cells" / "moco-s2.json").write_text('{"settings": 3')
+    results = gather(folder, plan, "curves")
+    assert sorted(results.records[co2]) == [0, 7]
+    assert sorted(results.records["moco"]) == [0]
+    assert "epochs: 9 in the record, 2 asked for" in results.missing["moco-s1"]
+    assert results.missing[f"{co2}-s1"] == "not computed yet"
+    assert f"{co2}-s2" not in results.missing  # nobody planned it
+
+
+def test_a_cell_that_lacks_an_evaluation_counts_for_what_it_has(planned, write_cell):
+    folder, plan = planned("transfer")
+    write_cell(folder, plan, "transfer", "moco", 0, {"svm.mAP_area": 40.0, "svm.mAP_11point": 41.0})
+    results = gather(folder, plan, "transfer")
+    assert results.missing["moco-s0"] == "not yet judged by detection and segmentation"
+    assert table_of(markdown_text(results))["MoCo"]["svm mAP, area"] == "40.00"
+
+
+def test_published_numbers_stand_beside_those_of_the_same_method(planned, write_cell):
+    folder, plan = planned("claim", data="data/cifar10", seeds=(0, 1, 2), epochs=200)
+    fill(write_cell, folder, plan, "claim", {"moco": MOCO})
+    text = markdown_text(gather(folder, plan, "claim"))
+    assert "| MoCo, asymmetric | kNN top-1 (%) | 82.6 | 56.00 ± 1.00 |" in text
+    assert "| MoCo, symmetric | kNN top-1 (%) | 85.3 | – |" in text
+    assert "| MoCo, asymmetric | kNN top-1 (%) | 88.7 |  |" in text  # at 800 epochs
+    assert "| 91.0 |  |" in text
+    assert "63.6" not in text  # ImageNet-100's
+    measures = frozenset({"knn.top1", "linear.top1", "train.top1"})
+    assert {one.value for one in published_for("x/tiny-imagenet-100", measures)} == {63.6, 69.2, 61.2, 97.57, 95.26}
+    assert published_for("my/pictures", measures) == []
+    assert len(published_for("my/pictures", frozenset({"svm.mAP_11point", "segmentation.mIoU"}))) == 8
+    assert len(PUBLISHED) == len(set(PUBLISHED))
+
+
+def test_numbers_on_a_validation_part_say_so_and_stand_beside_nothing_published(planned, write_cell):
+    folder, plan = planned("claim", data="cifar10", validate=True)
+    write_cell(folder, plan, "claim", "moco", 0, {"knn.top1": 50.0, "linear.top1": 60.0})
+    text = markdown_text(gather(folder, plan, "claim"))
+    assert "10% of the training images" in text
+    assert "82.6" not in text
+
+
+def log(seed, level, epochs=4, lines=10):
+    """A log whose lines are a function of the seed."""
+    ends = np.linspace(0, epochs, lines + 1)[1:]
+    return {
+        "epoch": [round(float(end), 4) for end in ends],
+        "instance": (5 - ends + 0.1 * seed).tolist(),
+        "consistency": (level + 0.1 * seed + 0.05 * ends).tolist(),
+        "top1": (0.2 * ends).tolist(),
+    }
+
+
+def test_curves_are_averaged_part_by_part(planned, write_cell):
+    folder, plan = planned("curves", seeds=(0, 1))
+    co2 = plan.grids["curves"].variants[1].name
+    curves = {"moco": lambda seed: log(seed, 0.5), co2: lambda seed: log(seed, 0.2)}
+    fill(write_cell, folder, plan, "curves", {"moco": {0: 1.0, 1: 2.0}, co2: {0: 1.0, 1: 2.0}}, curves)
+    results = gather(folder, plan, "curves")
+    found = band(list(results.records["moco"].values()), "consistency")
+    ends = np.linspace(0, 4, 11)[1:]
+    np.testing.assert_allclose(found.mean, 0.5 + 0.05 + 0.05 * ends, atol=1e-4)
+    np.testing.assert_allclose(found.deviation, 0.1 / math.sqrt(2), atol=1e-4)
+    np.testing.assert_allclose(found.epochs, ends - 0.2)
+    text = markdown_text(results)
+    assert "is below the baseline's in 10 of 10 equal parts" in text
+    # The end of a curve is the mean over the lines of the last epoch: those after epoch 3.
+    last = ends[ends > 3]
+    row = table_of(text)["MoCo"]
+    assert row["L_ins at the end"].startswith(f"{(5 - last + 0.05).mean():.3f}")
+    assert row["instance accuracy (%)"].startswith(f"{20 * last.mean():.2f}")
+
+
+def test_parts_without_a_log_line_are_filled_in():
+    class Run:
+        def __init__(self, epochs, values):
+            self.curve = lambda name: (epochs, values)
+
+    found = band(
+        [Run([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]), Run([1.0, 1.5, 2.0, 4.0], [1.0, 2.0, 3.0, 5.0])], "x"
+    )
+    np.testing.assert_allclose(found.mean, [1.0, 2.25, 3.375, 4.5])
+    assert band([], "x") is None
+
+
+def test_columns_round_and_keep_gaps():
+    rows = [{"kind": "train", "step": 1, "x": 1.23456789}, {"kind": "train", "step": 2, "y": float("nan")}]
+    assert columns(rows) == {"step": [1, 2], "x": [1.23457, None], "y": [None, None]}
+
+
+def test_every_study_has_a_figure_and_it_shows_what_the_records_say(planned, write_cell):
+    folder, plan = planned("alpha", "tau", "curves", "claim", seeds=(0, 1))
+    for study in ("alpha", "tau", "claim"):
+        for place, variant in enumerate(plan.grids[study].variants):
+            for seed in (0, 1):
+                write_cell(
+                    folder,
+                    plan,
+                    study,
+                    variant.name,
+                    seed,
+                    {"knn.top1": 50 + place, "linear.top1": 60 + place + seed},
+                    log(seed, 0.5 if variant.name == "moco" else 0.2),
+                )
+    for study in plan.grids:
+        results = report_study(folder, plan, study)
+        assert not results.missing
+        picture = np.asarray(Image.open(folder / f"{study}.png").convert("L"))
+        assert picture.shape[0] > 200
+        assert (picture < 128).mean() > 0.002  # there is ink on it
+        drawing = ElementTree.parse(folder / f"{study}.svg").getroot()
+        words = {"".join(node.itertext()).strip() for node in drawing.iter() if node.tag.endswith("text")}
+        assert any(word.startswith("MoCo") for word in words)
+        assert (folder / f"{study}.csv").stat().st_size > 200
+    words = (folder / "alpha.svg").read_text()
+    for mark in (">0.1<", ">0.3<", ">1<", ">3<", ">10<"):
+        assert mark in words
+    first = (folder / "alpha.svg").read_bytes()
+    report_study(folder, plan, "alpha")
+    assert (folder / "alpha.svg").read_bytes() == first  # the same records, the same file
+
+
+def test_a_study_without_records_has_a_table_and_no_figure(planned):
+    folder, plan = planned("alpha", "claim", "curves", "transfer")
+    for study in plan.grids:
+        results = report_study(folder, plan, study)
+        assert not list(folder.glob(f"{study}.svg"))
+        assert "Cells still missing" in (folder / f"{study}.md").read_text()
+        assert all(row["n"] == 0 for row in rows_of(results))
+
+
+def test_without_matplotlib_the_tables_are_written_and_the_reader_told(planned, monkeypatch, capsys):
+    folder, plan = planned("claim")
+    monkeypatch.setitem(__import__("sys").modules, "co2.study.figures", None)
+    monkeypatch.setattr("builtins.__import__", _without("matplotlib", "co2.study.figures", __import__), raising=True)
+    report_study(folder, plan, "claim")
+    assert "matplotlib is not installed" in capsys.readouterr().out
+    assert (folder / "claim.md").is_file()
+
+
+def _without(missing, module, real):
+    def load(name, *arguments, **options):
+        if name == module:
+            raise ImportError(f"No module named '{missing}'", name=missing)
+        return real(name, *arguments, **options)
+
+    return load
+
+
+def test_the_page_has_everything_and_keeps_what_people_wrote(planned, write_cell, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder, plan = planned("claim", "alpha", seeds=(0, 1, 2))
+    co2 = plan.grids["claim"].variants[1].name
+    fill(write_cell, folder, plan, "claim", {"moco": MOCO, co2: CO2})
+    (folder / "notes.md").write_text("What the data are.\n")
+    (folder / "claim.notes.md").write_text("It did not reproduce **because**.\n")
+    page = tmp_path / "docs" / "RESULTS.md"
+    page.parent.mkdir()
+    (page.parent / "RESULTS.notes.md").write_text("In short: yes.\n")
+    relative = folder.relative_to(tmp_path)
+    assert write_page([relative], page.relative_to(tmp_path)) == page.relative_to(tmp_path)
+    text = page.read_text()
+    for part in ("In short: yes.", "What the data are.", "It did not reproduce **because**."):
+        assert text.count(part) == 1, part
+    assert text.count("**64.17 ± 1.26**") == 2  # in both studies: they share the cell
+    assert text.index("In short") < text.index("What the data") < text.index("64.17") < text.index("did not reproduce")
+    assert "```\nco2 study claim alpha\n```" in text
+    for link in ("../results/claim.svg", "../results/cells", "../results/claim.csv", "../results/study.json"):
+        assert f"({link})" in text
+        assert (page.parent / link).exists()
+    assert "alpha.svg" in text
+    write_page([relative], page.relative_to(tmp_path))
+    assert page.read_text() == text
+    assert (folder / "notes.md").read_text() == "What the data are.\n"
+
+
+def test_a_page_that_someone_else_wrote_is_left_alone(planned, tmp_path):
+    folder, _ = planned("claim")
+    page = tmp_path / "RESULTS.md"
+    page.write_text("# Mine\n")
+    with pytest.raises(UserError, match="left alone"):
+        write_page([folder], page)
+    assert page.read_text() == "# Mine\n"
+    with pytest.raises(UserError, match="holds no study"):
+        write_page([tmp_path], tmp_path / "other.md")
+
+
+def test_damaged_records_are_named(tmp_path):
+    path = tmp_path / "moco-s0.json"
+    assert read_record(path) is None
+    for text in ("", "[]", "{}", '{"settings": {"epochs": "many"}}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"moco-s0.json"):
+            read_record(path)
+
+
+def test_the_baseline_is_a_line_at_its_mean(planned, write_cell):
+    folder, plan = planned("alpha", seeds=(0, 1))
+    for variant in plan.grids["alpha"].variants:
+        for seed in (0, 1):
+            write_cell(
+                folder, plan, "alpha", variant.name, seed, {"knn.top1": 50.0, "linear.top1": 60 + variant.place + seed}
+            )
+    figure = figures._over_setting(gather(folder, plan, "alpha"))
+    axes = figure.axes[0]
+    assert axes.get_xscale() == "log"
+    assert axes.get_ylabel() == LINEAR.heading
+    level = [line for line in axes.lines if len(set(line.get_ydata())) == 1 and list(line.get_xdata()) == [0, 1]]
+    assert level[0].get_ydata()[0] == 60.5
+    (curve,) = [container[0] for container in axes.containers]
+    np.testing.assert_allclose(np.asarray(curve.get_xdata(), dtype=float), [0.1, 0.3, 1, 3, 10])
+    np.testing.assert_allclose(np.asarray(curve.get_ydata(), dtype=float), [60.6, 60.8, 61.5, 63.5, 70.5])
