@@ -281,7 +281,7 @@ class _Sitting:
                 one.process.terminate()
                 one.told_to_stop = True
             elif time.monotonic() > self.end:
-                one.process.kill()  # its last checkpoint is an epoch old at most
+                one.process.kill()  # it goes on from its last checkpoint
 
     def _collect(self) -> None:
         """What has ended, and how."""
