@@ -122,8 +122,8 @@ def choose_input(
         )
         used = in_bytes(loader.images.pixels.numel())
         allowed = f" of the {in_bytes(most_bytes)} allowed" if most_bytes is not None else ""
-        where = "the GPU" if device.type == "cuda" else "memory"
-        return loader, f"All {len(source):,} images lie in {where} and are augmented there: {used}{allowed}."
+        where = "on the GPU" if device.type == "cuda" else "in memory"
+        return loader, f"All {len(source):,} images lie {where} and are augmented there: {used}{allowed}."
 
     def jpeg(why: str) -> tuple[ViewLoader, str]:
         threads = max(1, workers)
@@ -157,8 +157,7 @@ def choose_input(
             return resident(most_bytes)
         except (DoesNotFit, torch.cuda.OutOfMemoryError) as error:
             raise UserError(
-                f"The images of '{source.name}' do not fit into the GPU's memory ({_reason(error)}). "
-                "Use --input auto, jpeg or workers."
+                f"The images of '{source.name}' do not fit ({_reason(error)}). Use --input auto, jpeg or workers."
             ) from None
 
     if not on_gpu:
@@ -171,7 +170,7 @@ def choose_input(
         try:
             return resident(budget)
         except (DoesNotFit, torch.cuda.OutOfMemoryError) as error:
-            too_many = f"the images were thought to fit into the GPU's memory and did not ({_reason(error)})"
+            too_many = f"they were thought to fit into the GPU's memory and did not ({_reason(error)})"
         torch.cuda.empty_cache()  # what was read up to there
     else:
         about = "" if seen.exact else "about "
@@ -202,7 +201,8 @@ def _no_jpegs_on(device: torch.device) -> str | None:
     Image.new("RGB", (16, 16)).save(file, "JPEG")
     data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
     try:
-        decode_jpeg([data], mode=ImageReadMode.RGB, device=device)
+        with torch.cuda.device(device):
+            decode_jpeg([data], mode=ImageReadMode.RGB, device=device)
     except RuntimeError as error:
         return in_words(error).partition("\n")[0]
     return None

@@ -17,6 +17,7 @@ import atexit
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -33,7 +34,7 @@ from co2.views.specification import Augmentation
 
 BATCHES_AHEAD = 3
 BYTES_AHEAD = 512 << 20  # of files, and of pixels that the CPU decoded, that wait in memory
-_PIXELS_AT_ONCE = 1 << 30  # bytes of decoded images on the device; a batch of photographs can be many gigabytes
+_BYTES_AT_ONCE = 1 << 30  # of images that are decoded together: a batch of photographs can be many gigabytes
 _PATIENCE = 30.0  # seconds for a thread to end, which may be reading from a disk that does not answer
 
 Result = TypeVar("Result")
@@ -168,8 +169,8 @@ class JpegViews(ViewLoader):
         bytes_held = 0
         for _ in range(size):
             fetched = reading.take()
-            bytes_needed = 3 * fetched.size[0] * fetched.size[1]
-            if held and bytes_held + bytes_needed > _PIXELS_AT_ONCE:
+            bytes_needed = max(3 * fetched.size[0] * fetched.size[1], fetched.bytes_held)
+            if held and bytes_held + bytes_needed > _BYTES_AT_ONCE:
                 parts.append(self._made(epoch, held, bad))
                 held, bytes_held = [], 0
             held.append(fetched)
@@ -265,11 +266,17 @@ class _Files(ImageSource):
         return _Encoded(torch.frombuffer(bytearray(data), dtype=torch.uint8), *size)
 
 
+class _Outcome(NamedTuple, Generic[Result]):
+    result: Result | None
+    weight: int
+    error: BaseException | None
+
+
 class _Ahead(Generic[Result]):
     """Does numbered pieces of work in threads, ahead of whoever takes the results, which come in order.
 
     `work` gives a result and its weight; new work is begun while the results that wait weigh less than `most`, and
-    always if the next result depends on it. What `work` raises, `take` raises in its turn.
+    always if it is the next that is to be taken. What `work` raises, `take` raises in its turn.
     """
 
     def __init__(self, work: Callable[[int], tuple[Result, int]], count: int, threads: int, most: int) -> None:
@@ -285,7 +292,7 @@ class _Ahead(Generic[Result]):
         self._weight = 0
         self._waiting = 0
         self._stopped = False
-        self._done: dict[int, tuple[Result | None, int, BaseException | None]] = {}
+        self._done: dict[int, _Outcome[Result]] = {}
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(min(threads, count))]
         for thread in self._threads:
             thread.start()
@@ -297,14 +304,14 @@ class _Ahead(Generic[Result]):
                 if self._stopped:
                     raise _Stopped
                 self._ready.wait()
-            result, weight, error = self._done.pop(self._taken)
+            outcome = self._done.pop(self._taken)
             self._taken += 1
-            self._weight -= weight
+            self._weight -= outcome.weight
             if self._waiting and (self._weight < self._resume or self._taken == self._begun):
                 self._room.notify_all()
-        if error is not None:
-            raise error
-        return cast(Result, result)
+        if outcome.error is not None:
+            raise outcome.error
+        return cast(Result, outcome.result)
 
     def stop(self) -> None:
         """Begin nothing more, and do not let anybody wait."""
@@ -314,26 +321,27 @@ class _Ahead(Generic[Result]):
             self._ready.notify_all()
 
     def join(self) -> None:
-        """Wait until the threads have ended."""
+        """Wait until the threads have ended, and forget what nobody has taken."""
         for thread in self._threads:
             thread.join(_PATIENCE)
+        self._done.clear()
 
     def _run(self) -> None:
         while (number := self._next()) is not None:
-            error: BaseException | None = None
-            result: Result | None = None
-            weight = 0
-            try:
-                result, weight = self._work(number)
-            except BaseException as raised:
-                error = raised
+            outcome = self._outcome(number)
             with self._lock:
-                self._done[number] = (result, weight, error)
-                self._weight += weight
-                if error is not None:
-                    self._count = self._begun  # it ends there: whoever takes the results will not come further
+                self._done[number] = outcome
+                self._weight += outcome.weight
+                if outcome.error is not None:
+                    self._count = self._begun  # nobody will take what comes after it
                 if number == self._taken:
                     self._ready.notify_all()
+
+    def _outcome(self, number: int) -> _Outcome[Result]:
+        try:
+            return _Outcome(*self._work(number), None)
+        except BaseException as error:  # whatever it is, whoever waits for the result must not wait for ever
+            return _Outcome(None, 0, error)
 
     def _next(self) -> int | None:
         """The number of the next piece of work, when there is room for its result; None when there is none."""
@@ -361,81 +369,136 @@ class _Stopped(Exception):  # noqa: N818 - it is no error
 
 _SEGMENT = struct.Struct(">BBH")
 _FRAME = struct.Struct(">BHHB")
-_BASELINE, _HUFFMAN_TABLES, _QUANTISATION_TABLES, _SCAN = 0xC0, 0xC4, 0xDB, 0xDA
+_BASELINE, _HUFFMAN, _QUANTISATION, _SCAN = 0xC0, 0xC4, 0xDB, 0xDA
 _EXIF, _SEVERAL_PICTURES, _ADOBE = 0xE1, 0xE2, 0xEE
 _NO_HARM = frozenset((*range(0xE0, 0xF0), 0xDD, 0xFE))  # other programs' notes, restart intervals, comments
 _COMPONENTS = (b"\1\2\3", b"\0\1\2")  # brightness and two of colour; others may stand for red, green and blue
 _LUMINANCE = (0x11, 0x21, 0x12, 0x22, 0x41)  # how many samples to one of colour, across and down
 _LONGEST_SIDE = 16_384
+_ALL_FREQUENCIES = b"\0\x3f\0"
 _ORIENTATION = 0x0112
 _SHORT = 3
+
+
+class _Frame(NamedTuple):
+    height: int
+    width: int
+    names: bytes  # of the components
+    tables: bytes  # the quantisation table of each
 
 
 def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Height and width of a JPEG that every decoder understands in the same way; None for whatever else it may be.
 
-    Plain is a baseline JPEG of 8 bits, in grey or in the usual colours, upright, with all its tables, in one scan and
-    up to its end mark. Progressive ones are not: a GPU's decoder takes them one by one and has the CPU do half of the
+    Plain is a baseline JPEG of 8 bits, in grey or in the usual colours, upright, with sound tables, in one scan and up
+    to its end mark. Progressive ones are not: a GPU's decoder takes them one by one and has the CPU do half of the
     work, in the one thread that must not wait.
     """
     if data[:2] != b"\xff\xd8" or data[-2:] != b"\xff\xd9":
         return None
     place, end = 2, len(data) - 2
-    size: tuple[int, int] | None = None
-    components = tables = 0
+    frame: _Frame | None = None
+    huffman: frozenset[int] = frozenset()
+    quantisation: frozenset[int] = frozenset()
     exif = False
     while place + 4 <= end:
         mark, kind, length = _SEGMENT.unpack_from(data, place)
         begin, place = place + 4, place + 2 + length
         if mark != 0xFF or length < 2 or place > end:
             return None
-        if kind == _HUFFMAN_TABLES:
-            tables |= 1
-        elif kind == _QUANTISATION_TABLES:
-            tables |= 2
-        elif kind == _BASELINE:
-            components = _plain_components(data, begin, length)
-            if size is not None or components == 0:
+        content = data[begin:place]
+        if kind == _HUFFMAN:
+            tables = _huffman_tables(content)
+            if not tables:
                 return None
-            _, height, width, _ = _FRAME.unpack_from(data, begin)
-            size = (height, width)
+            huffman |= tables
+        elif kind == _QUANTISATION:
+            tables = _quantisation_tables(content)
+            if not tables:
+                return None
+            quantisation |= tables
+        elif kind == _BASELINE:
+            if frame is not None:
+                return None
+            frame = _plain_frame(content)
+            if frame is None:
+                return None
         elif kind == _EXIF:
-            note = data[begin:place]
-            if note[:6] == b"Exif\0\0":
-                if exif or not _is_upright(note[6:]):
+            if content[:6] == b"Exif\0\0":
+                if exif or not _is_upright(content[6:]):
                     return None
                 exif = True
-            elif b"Orientation" in note:
+            elif b"Orientation" in content:
                 return None
         elif kind == _ADOBE:
-            if data[begin : begin + 5] == b"Adobe" and (length < 14 or data[begin + 11] != 1):  # not the usual colours
+            if content[:5] == b"Adobe" and content[11:12] != b"\1":  # not the usual colours
                 return None
-        elif kind == _SEVERAL_PICTURES and data[begin : begin + 4] == b"MPF\0":
+        elif kind == _SEVERAL_PICTURES and content[:4] == b"MPF\0":
             return None
         elif kind == _SCAN:
-            whole = length == 6 + 2 * components and data[begin] == components
-            return size if whole and tables == 3 else None
+            if frame is None or not quantisation.issuperset(frame.tables):
+                return None
+            return (frame.height, frame.width) if _is_whole_scan(content, frame.names, huffman) else None
         elif kind not in _NO_HARM:
             return None
     return None
 
 
-def _plain_components(data: bytes, begin: int, length: int) -> int:
-    """1 for a frame in grey, 3 for one in the usual colours, 0 for any other. `data` has `length` - 2 bytes there."""
-    if length < 8:
-        return 0
-    bits, height, width, components = _FRAME.unpack_from(data, begin)
-    if bits != 8 or length != 8 + 3 * components:
-        return 0
+def _plain_frame(content: bytes) -> _Frame | None:
+    """The picture's size and components, if it is in grey or in the usual colours, of 8 bits and not too large."""
+    if len(content) < 6:
+        return None
+    bits, height, width, count = _FRAME.unpack_from(content)
+    if bits != 8 or len(content) != 6 + 3 * count or count not in (1, 3):
+        return None
     if not (0 < height <= _LONGEST_SIDE and 0 < width <= _LONGEST_SIDE and height * width <= MOST_PIXELS):
-        return 0
-    samples = data[begin + 7 : begin + length - 2 : 3]
-    if components == 1 and samples == b"\x11":
-        return 1
-    names = data[begin + 6 : begin + length - 2 : 3]
-    if components == 3 and names in _COMPONENTS and samples[0] in _LUMINANCE and samples[1:] == b"\x11\x11":
-        return 3
-    return 0
+        return None
+    frame = _Frame(height, width, content[6::3], content[8::3])
+    samples = content[7::3]
+    if count == 1:
+        return frame if samples == b"\x11" else None
+    usual = frame.names in _COMPONENTS and samples[0] in _LUMINANCE and samples[1:] == b"\x11\x11"
+    return frame if usual else None
+
+
+def _is_whole_scan(content: bytes, names: bytes, huffman: frozenset[int]) -> bool:
+    """Whether all components follow, at all frequencies, by tables that are there."""
+    count = len(names)
+    if len(content) != 4 + 2 * count or content[0] != count or content[-3:] != _ALL_FREQUENCIES:
+        return False
+    selected = content[2 : 1 + 2 * count : 2]
+    return content[1 : 1 + 2 * count : 2] == names and all(
+        pair >> 4 in huffman and 0x10 | pair & 0xF in huffman for pair in selected
+    )
+
+
+@lru_cache(maxsize=256)  # most programs write the same tables all the time
+def _huffman_tables(content: bytes) -> frozenset[int]:
+    """Which tables these are: 0 and 1 for mean values, 16 and 17 for other frequencies. None if one is not sound."""
+    found = set()
+    place = 0
+    while place < len(content):
+        name, counts = content[place], content[place + 1 : place + 17]
+        symbols = content[place + 17 : place + 17 + sum(counts)]
+        if name not in (0x00, 0x01, 0x10, 0x11) or len(counts) < 16 or len(symbols) < sum(counts):
+            return frozenset()
+        codes = 0
+        for bits, count in enumerate(counts, start=1):
+            codes = 2 * codes + count
+            if codes >= 1 << bits:  # more codes than there are, the one of ones only being kept free
+                return frozenset()
+        if name < 0x10 and any(symbol > 11 for symbol in symbols):
+            return frozenset()
+        found.add(name)
+        place += 17 + len(symbols)
+    return frozenset(found)
+
+
+@lru_cache(maxsize=256)
+def _quantisation_tables(content: bytes) -> frozenset[int]:
+    """Which tables these are, 0 to 3. None if one is not sound, or of more than 8 bits."""
+    names = content[::65]
+    return frozenset(names) if content and len(content) % 65 == 0 and max(names) < 4 else frozenset()
 
 
 def _is_upright(exif: bytes) -> bool:

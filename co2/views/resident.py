@@ -247,9 +247,7 @@ class _Pixels:
 
 def _check_room(needed: int, most_bytes: int | None) -> None:
     if most_bytes is not None and needed > most_bytes:
-        raise DoesNotFit(
-            f"more than {needed / 2**30:.2f} GiB of pixels, where {most_bytes / 2**30:.2f} GiB are allowed"
-        )
+        raise DoesNotFit(f"more than the {most_bytes / 2**30:.2f} GiB allowed")
 
 
 class _Pack(NamedTuple):

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import struct
+import threading
 import warnings
 import zlib
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from co2.data.decode import decode_image, read_image
+from co2.data.decode import decode_image, read_bytes, read_image
 from co2.data.source import BadImage
 
 # Four flat quarters of 16 pixels: exact in lossless formats, nearly so in JPEG, and no two turns of it look alike.
@@ -302,6 +303,38 @@ def test_warnings_of_the_decoder_stay_inside(monkeypatch: pytest.MonkeyPatch) ->
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert pixels(saved(Image.fromarray(QUARTERS), "PNG")).shape == (32, 48, 3)
+
+
+def test_threads_that_decode_at_once_leave_warnings_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread begins while the other is at it, and ends after it."""
+    first_inside, second_done = threading.Event(), threading.Event()
+    opened = Image.open
+
+    def slowly(file: io.BytesIO, **options: object) -> Image.Image:
+        if threading.current_thread() is first:
+            first_inside.set()
+            assert second_done.wait(60)
+        return opened(file, **options)
+
+    data = saved(Image.fromarray(QUARTERS), "PNG")
+    first = threading.Thread(target=decode_image, args=(data,))
+    monkeypatch.setattr(Image, "open", slowly)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        first.start()
+        assert first_inside.wait(60)
+        decode_image(data)
+        second_done.set()
+        first.join()
+        warnings.warn("heard again", stacklevel=1)
+    assert [str(warning.message) for warning in heard] == ["heard again"]
+
+
+def test_a_file_that_comes_in_parts_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "picture.jpg").write_bytes(noise("JPEG"))
+    read = os.read
+    monkeypatch.setattr(os, "read", lambda number, size: read(number, min(size, 100)))
+    assert read_bytes(tmp_path / "picture.jpg") == noise("JPEG")
 
 
 def test_reading_a_file_is_decoding_its_bytes(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from co2.data.shapes import ShapesSource
 from co2.data.source import ArraySource
 
 
@@ -24,6 +25,16 @@ def test_a_subset_follows_its_indices() -> None:
     assert part.classes == ("a", "b", "c")
     assert part.describe(0) == "numbers image 7"
     assert int(part.subset(np.array([2, 0])).image(1)[0, 0, 0]) == 7
+
+
+def test_images_in_memory_come_as_one_array() -> None:
+    source = numbered(10)
+    stacked, part = source.stacked(), source.subset([7, 2, 2]).stacked()
+    assert stacked is source.pixels
+    assert part is not None
+    assert part[:, 0, 0, 0].tolist() == [7, 2, 2]
+    assert ShapesSource(3, 16).stacked() is None
+    assert ShapesSource(3, 16).subset([1]).stacked() is None
 
 
 def test_a_subset_of_unlabelled_images_has_no_labels() -> None:

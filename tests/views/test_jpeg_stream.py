@@ -1,0 +1,471 @@
+"""JPEGs read ahead and decoded together give the batches of ViewLoader, whatever is among them; threads end."""
+
+import io
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from inputs import (
+    AUGMENTATION,
+    CPU,
+    KINDS,
+    assert_nearly_the_same_batches,
+    assert_same_batches,
+    folder_of,
+    jpeg,
+    png,
+    smooth,
+    told,
+    turned,
+    view_loader,
+)
+from PIL import Image
+
+from co2.data.decode import decode_image
+from co2.data.folder import FileSource
+from co2.data.open import open_data
+from co2.data.shard_writer import write_shards
+from co2.data.shards import ShardSource
+from co2.data.source import ArraySource, BadImage
+from co2.errors import UserError
+from co2.views import jpeg_stream
+from co2.views.jpeg_stream import BATCHES_AHEAD, JpegViews, _Ahead, plain_jpeg_size
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
+from hostile import CORPUS, jpeg_of_many_scans
+from test_hostile import assert_named, mixed, place_in  # noqa: F401 - `mixed` is a fixture
+
+JPEG = KINDS[:1]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums over an image come out the same only if one thread adds them up, as in ViewLoader."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def jpeg_views(source, batch_size=8, seed=0, views=2, device=CPU, **others):
+    return JpegViews(source, AUGMENTATION, views=views, batch_size=batch_size, seed=seed, device=device, **others)
+
+
+# Batches.
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"threads": 1}, {"threads": 5}, {"threads": 3, "bytes_ahead": 1}, {"threads": 2, "bytes_ahead": 5000}],
+    ids=str,
+)
+def test_batches_are_those_of_the_view_loader(tmp_path, how):
+    source = folder_of(tmp_path / "images", 45, bad=(0, 17, 18, 40))
+    ours, theirs = jpeg_views(source, seed=5, **how), view_loader(source, seed=5)
+    assert ours.batches_per_epoch == theirs.batches_per_epoch == 6
+    for epoch, first in ((0, 0), (1, 3), (7, 5), (7, 6)):
+        assert_same_batches(list(ours.epoch(epoch, first)), list(theirs.epoch(epoch, first)))
+
+
+@pytest.mark.parametrize("share", [lambda images: slice(images // 3), lambda images: slice(images // 3, images)])
+def test_a_share_of_each_batch(tmp_path, share):
+    source = folder_of(tmp_path / "images", 45, bad=(4, 5, 13))
+    ours, theirs = jpeg_views(source, share=share), view_loader(source, share=share)
+    assert_same_batches(list(ours.epoch(2)), list(theirs.epoch(2)))
+
+
+def test_decoding_few_at_once_changes_nothing(tmp_path, monkeypatch):
+    source = folder_of(tmp_path / "images", 30, bad=(3,))
+    monkeypatch.setattr(jpeg_stream, "_BYTES_AT_ONCE", 5000)  # two or three of these images
+    assert_same_batches(list(jpeg_views(source, views=3).epoch(0)), list(view_loader(source, views=3).epoch(0)))
+
+
+def test_shards_and_arrays(tmp_path):
+    folder_of(tmp_path / "images", 20, bad=(2,))
+    write_shards(tmp_path / "images", tmp_path / "shards", count=3)
+    shards = ShardSource("shards", sorted(map(str, (tmp_path / "shards").glob("*.tar"))))
+    array = ArraySource("noise", np.random.default_rng(0).integers(0, 256, (20, 3, 12, 12), dtype=np.uint8))
+    for source in (shards, array, array.subset([9, 4, 3, 2, 7, 1, 0, 19])):
+        assert_same_batches(list(jpeg_views(source).epoch(0)), list(view_loader(source).epoch(0)))
+
+
+@pytest.mark.parametrize(("size", "said"), [(41, "at most 40"), (1, "at least 2")])
+def test_batch_sizes_that_make_no_sense(tmp_path, size, said):
+    with pytest.raises(UserError, match=said):
+        jpeg_views(folder_of(tmp_path / "images", 40), batch_size=size)
+
+
+def test_plain_jpegs_are_decoded_together_and_others_by_the_cpu(tmp_path, monkeypatch):
+    together = []
+
+    def decode(data, **options):
+        together.append(len(data))
+        return original(data, **options)
+
+    original = jpeg_stream.decode_jpeg
+    monkeypatch.setattr(jpeg_stream, "decode_jpeg", decode)
+    kinds = len(KINDS)  # of which three are plain
+    source = folder_of(tmp_path / "images", 2 * kinds)
+    list(jpeg_views(source, batch_size=2 * kinds).epoch(0))
+    assert together == [6]
+
+
+# What is wrong with files.
+
+
+def test_hostile_files_have_their_stated_outcomes(mixed):  # noqa: F811
+    source = open_data(str(mixed)).train
+    ours = jpeg_views(source, views=1, batch_size=32, threads=2)
+    bad = {source.describe(index): reason for batch in ours.epoch(0) for index, reason in batch.bad}
+    assert_named(bad, {place_in(mixed, file): file for file in CORPUS if not file.is_folder})
+
+
+@pytest.mark.parametrize("size", [None, (1, 1)], ids=["raises", "gives another size"])
+def test_what_the_device_cannot_decode_the_cpu_judges(tmp_path, monkeypatch, size):
+    source = folder_of(tmp_path / "images", 24, kinds=JPEG)
+    refused = {bytes(source.encoded(index)[0]) for index in (3, 9, 10, 23)}
+
+    def decode(data, **options):
+        suspects = [bytes(one.numpy()) in refused for one in data]
+        if any(suspects) and size is None:
+            raise RuntimeError("Error while decoding JPEG images: status 8")
+        decoded = original(data, **options)
+        return [image[:, :1, :1] if bad else image for image, bad in zip(decoded, suspects, strict=True)]
+
+    original = jpeg_stream.decode_jpeg
+    monkeypatch.setattr(jpeg_stream, "decode_jpeg", decode)
+    assert_same_batches(list(jpeg_views(source).epoch(0)), list(view_loader(source).epoch(0)))
+
+
+def test_a_plain_jpeg_with_damaged_pixels_is_replaced_and_named(tmp_path):
+    source = folder_of(tmp_path / "images", 24, kinds=JPEG)
+    for number in (5, 6, 23):
+        path = tmp_path / "images" / f"{number:04d}.img.png"
+        data = path.read_bytes()
+        scan = data.index(b"\xff\xda") + 30
+        damaged = data[:scan] + b"\xff\xc4\x00\x03\x00" + data[scan:]  # a broken table in the middle of the pixels
+        assert plain_jpeg_size(damaged) is not None
+        with pytest.raises(BadImage, match="broken data stream"):
+            decode_image(damaged)
+        path.write_bytes(damaged)
+    ours = list(jpeg_views(source).epoch(0))
+    assert {index for batch in ours for index, _ in batch.bad} == {5, 6, 23}
+    assert_same_batches(ours, list(view_loader(source).epoch(0)))
+
+
+@pytest.mark.parametrize("count", [20, 400])
+def test_a_folder_that_vanishes_in_mid_epoch_ends_the_run_with_a_plain_sentence(tmp_path, count):
+    source = folder_of(tmp_path / "images", count, kinds=JPEG)
+    batches = jpeg_views(source, batch_size=2, threads=2, bytes_ahead=1000).epoch(0)
+    next(batches)
+    shutil.rmtree(tmp_path / "images")
+    said = told(batches)
+    assert said.startswith(f"{min(50, count)} images in a row could not be read, the last one being {tmp_path}")
+    assert "(the file does not exist). Is the folder with the images still there?" in said
+    gone = view_loader(source, batch_size=2)
+    assert told(jpeg_views(source, batch_size=2).epoch(0)) == told(gone.epoch(0))  # from the first image on
+
+
+class Failing(ArraySource):
+    error: Exception
+
+    def encoded(self, index):
+        if index == 17:
+            raise self.error
+        return super().encoded(index)
+
+
+@pytest.mark.parametrize("error", [UserError("Install the missing package."), KeyError("a mistake in the program")])
+def test_what_goes_wrong_in_a_thread_reaches_the_loop_as_it_is(error):
+    source = Failing("zeros", np.zeros((40, 3, 8, 8), dtype=np.uint8))
+    source.error = error
+    with pytest.raises(type(error)) as caught:
+        list(jpeg_views(source, batch_size=4).epoch(0))
+    assert caught.value is error
+
+
+# Threads and memory.
+
+
+def test_an_epoch_may_be_left_half_way(tmp_path):
+    source = folder_of(tmp_path / "images", 40)
+    ours = jpeg_views(source, batch_size=4)
+    before = set(threading.enumerate())
+    for taken in range(4):
+        batches = ours.epoch(0)
+        for _ in range(taken):
+            next(batches)
+        batches.close()
+        assert set(threading.enumerate()) == before
+    assert_same_batches(list(ours.epoch(1)), list(view_loader(source, batch_size=4).epoch(1)))
+
+
+def test_two_epochs_at_once_do_not_disturb_each_other(tmp_path):
+    source = folder_of(tmp_path / "images", 24)
+    ours = jpeg_views(source)
+    pairs = list(zip(ours.epoch(0), ours.epoch(1), strict=True))
+    for epoch in (0, 1):
+        assert_same_batches([pair[epoch] for pair in pairs], list(view_loader(source).epoch(epoch)))
+
+
+def test_a_process_ends_in_the_middle_of_an_epoch(tmp_path):
+    folder_of(tmp_path / "images", 60, kinds=JPEG)
+    program = (
+        "import sys, torch\n"
+        "from co2.data.folder import folder_source\n"
+        "from co2.views.jpeg_stream import JpegViews\n"
+        "from co2.views.specification import moco_v2_views\n"
+        "source = folder_source(sys.argv[1])\n"
+        "views = JpegViews(source, moco_v2_views(16), views=2, batch_size=4, seed=0, device=torch.device('cpu'))\n"
+        "batches = views.epoch(0)\n"
+        "next(batches)\n"
+        "sys.modules['kept'] = batches\n"  # so that nobody closes it
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "images")], capture_output=True, text=True, timeout=120
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+class Counted(FileSource):
+    read = 0
+
+    def encoded(self, index):
+        self.read += 1
+        return super().encoded(index)
+
+
+def test_reading_ahead_is_bounded(tmp_path):
+    folder_of(tmp_path / "images", 200, kinds=JPEG)
+    paths = sorted((tmp_path / "images").iterdir())
+    source = Counted("images", str(tmp_path / "images"), [os.fsencode(path.name) for path in paths])
+    smallest, *_, largest = sorted(os.path.getsize(path) for path in paths)
+    threads, bytes_ahead = 3, 4 * largest
+    waiting = bytes_ahead // smallest + 1 + threads  # files that wait in memory, and those that are being read
+    for number, _ in enumerate(jpeg_views(source, batch_size=4, threads=threads, bytes_ahead=bytes_ahead).epoch(0)):
+        batches = number + 1 + BATCHES_AHEAD + 1  # given out, ready, and in the making
+        assert source.read <= 4 * batches + waiting
+    assert source.read == 200
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_results_come_in_order_and_few_wait(threads):
+    begun = []
+
+    def work(number):
+        begun.append(number)
+        return -number, 1
+
+    ahead = _Ahead(work, 300, threads, most=10)
+    for taken in range(300):
+        assert len(begun) <= taken + 10 + threads
+        assert ahead.take() == -taken
+    ahead.join()
+    assert sorted(begun) == list(range(300))
+
+
+def test_a_result_heavier_than_all_that_may_wait_is_no_dead_end():
+    ahead = _Ahead(lambda number: (number, 1000), 50, 4, most=10)
+    assert [ahead.take() for _ in range(50)] == list(range(50))
+    ahead.join()
+
+
+def test_nothing_is_begun_after_a_failure_and_what_came_before_is_given():
+    begun = []
+
+    def work(number):
+        begun.append(number)
+        if number == 20:
+            raise ValueError("twenty")
+        return number, 0
+
+    ahead = _Ahead(work, 10_000, 2, most=1)
+    assert [ahead.take() for _ in range(20)] == list(range(20))
+    with pytest.raises(ValueError, match="twenty"):
+        ahead.take()
+    ahead.join()
+    assert len(begun) < 10_000
+
+
+# Headers.
+
+
+def exif(*entries, order="<"):
+    """Notes with these (tag, kind, count, value)."""
+    body = struct.pack(order + "H", len(entries))
+    body += b"".join(struct.pack(order + "HHIHH", tag, kind, count, value, 0) for tag, kind, count, value in entries)
+    mark = b"II*\0" if order == "<" else b"MM\0*"
+    return b"Exif\0\0" + mark + struct.pack(order + "I", 8) + body + bytes(4)
+
+
+PICTURE = smooth(0, 23, 41)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        jpeg(PICTURE),
+        jpeg(PICTURE, quality=30, optimize=True),
+        *(jpeg(PICTURE, subsampling=sampling) for sampling in (0, 1, 2)),
+        jpeg(PICTURE.convert("L")),
+        jpeg(PICTURE, comment=b"<script>"),
+        jpeg(PICTURE, icc_profile=bytes(70_000)),
+        jpeg(PICTURE, restart_marker_blocks=2),
+        turned(PICTURE, 1),
+        jpeg(PICTURE, exif=exif((0x0112, 3, 1, 1), order=">")),
+        jpeg(PICTURE, exif=exif((0x010F, 3, 1, 7))),
+        jpeg(PICTURE, xmp=b"<x:xmpmeta>a story</x:xmpmeta>"),
+    ],
+)
+def test_plain_jpegs(data):
+    assert plain_jpeg_size(data) == (23, 41)
+
+
+def replaced(data, old, new):
+    assert old in data
+    return data.replace(old, new, 1)
+
+
+FRAME = b"\xff\xc0\x00\x11\x08\x00\x17\x00\x29\x03"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\xd8",
+        b"\xff\xd8\xff\xd9",
+        png(PICTURE),
+        jpeg(PICTURE, progressive=True),
+        jpeg_of_many_scans(5),
+        jpeg(PICTURE.convert("CMYK")),
+        jpeg(PICTURE, keep_rgb=True),
+        *(turned(PICTURE, orientation) for orientation in range(2, 10)),
+        jpeg(PICTURE, exif=exif((0x0112, 3, 1, 6), order=">")),
+        jpeg(PICTURE, exif=exif((0x0112, 4, 1, 1))),
+        jpeg(PICTURE, exif=b"Exif\0\0II*\0\xff\xff\xff\x7fgarbage"),
+        jpeg(PICTURE, exif=b"Exif\0\0"),
+        jpeg(PICTURE, xmp=b'<rdf tiff:Orientation="6"/>'),
+        jpeg(PICTURE) + b"\0",
+        jpeg(PICTURE)[:-2],
+        replaced(jpeg(PICTURE), FRAME, FRAME[:4] + b"\x0c" + FRAME[5:]),  # 12 bits
+        replaced(jpeg(PICTURE), FRAME, FRAME[:5] + b"\0\0" + FRAME[7:]),  # a height that comes later
+        replaced(jpeg(PICTURE), FRAME, FRAME[:5] + b"\xff\xff\xff\xff" + FRAME[9:]),  # 4 billion pixels
+        replaced(jpeg(PICTURE), FRAME, b"\xff\xc1" + FRAME[2:]),  # extended, not baseline
+        replaced(jpeg(PICTURE), FRAME, b"\xff\xc9" + FRAME[2:]),  # arithmetic coding
+        replaced(jpeg(PICTURE, subsampling=0), b"\x01\x11\x00\x02\x11\x01", b"\x01\x11\x00\x02\x22\x01"),
+        replaced(jpeg(PICTURE), b"\xff\xc4", b"\xff\xfe"),  # a table is missing
+        replaced(jpeg(PICTURE), b"\xff\xdb", b"\xff\xfe"),
+        replaced(jpeg(PICTURE), b"\xff\xda\x00\x0c\x03\x01\x00", b"\xff\xda\x00\x0c\x03\x01\x22"),
+        replaced(jpeg(PICTURE), b"\xff\xda\x00\x0c\x03", b"\xff\xda\x00\x0c\x01"),
+    ],
+)
+def test_what_is_not_plain_is_left_to_the_cpu(data):
+    assert plain_jpeg_size(data) is None
+
+
+SOME = [jpeg(PICTURE), jpeg(PICTURE.convert("L")), turned(PICTURE, 1), jpeg(PICTURE, progressive=True)]
+
+
+@pytest.mark.parametrize("data", SOME)
+def test_what_is_cut_off_is_not_plain(data):
+    assert all(plain_jpeg_size(data[:end]) is None for end in range(len(data)))
+    for end in range(0, len(data) - 2, 7):
+        plain_jpeg_size(data[:end] + b"\xff\xd9")  # does not raise
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_are_judged(data):
+    for wrapped in (data, b"\xff\xd8" + data + b"\xff\xd9", b"\xff\xd8\xff\xe1" + data + b"\xff\xd9"):
+        assert plain_jpeg_size(wrapped) is None or len(wrapped) > 60
+
+
+@given(st.sampled_from(SOME), st.lists(st.tuples(st.integers(2, 700), st.integers(0, 255)), min_size=1, max_size=6))
+def test_a_damaged_header_gives_the_size_that_the_cpu_finds_or_none(data, changes):
+    damaged = bytearray(data)
+    for place, value in changes:
+        damaged[place % len(damaged)] = value
+    size = plain_jpeg_size(bytes(damaged))
+    if size is not None:
+        with Image.open(io.BytesIO(bytes(damaged)), formats=["JPEG"]) as image:
+            assert (image.height, image.width) == size
+            assert image.mode in ("RGB", "L")
+            assert image.getexif().get(0x0112, 1) == 1
+
+
+# On a GPU.
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "levels"),
+    [(lambda p: jpeg(p.convert("L")), 4), (lambda p: jpeg(p, subsampling=0), 6), (jpeg, 16), (png, 2)],
+)
+def test_on_a_gpu_views_are_nearly_those_of_the_cpu(tmp_path, kind, levels):
+    """Smooth pictures: colours at half the resolution, which the two decoders enlarge differently, are the worst."""
+    source = folder_of(tmp_path / "images", 45, bad=(4,), kinds=(kind,))
+    ours, theirs = jpeg_views(source, device=CUDA), view_loader(source)
+    for epoch in (0, 1):
+        batches = list(ours.epoch(epoch))
+        assert all(batch.views.is_cuda for batch in batches)
+        assert_nearly_the_same_batches(batches, list(theirs.epoch(epoch)), levels=levels, outside=0.01)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_batches_wait_for_their_decoder_and_keep_their_memory(tmp_path):
+    """Many batches that are looked at late, by a stream that is busy, are the same as when each is waited for."""
+    source = folder_of(tmp_path / "images", 400, kinds=KINDS[:4])
+    ours = jpeg_views(source, batch_size=16, device=CUDA)
+    calm = []
+    for batch in ours.epoch(0):
+        torch.cuda.synchronize()
+        calm.append(batch.views.cpu())
+    busy = torch.randn(4096, 4096, device=CUDA)
+    copies = []
+    for batch in ours.epoch(0):
+        for _ in range(5):
+            busy = (busy @ busy).clamp(-1, 1)
+        copies.append(batch.views.clone())  # queued behind that; the batch itself is let go of
+    assert all(torch.equal(copy.cpu(), once) for copy, once in zip(copies, calm, strict=True))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_hostile_files_have_their_stated_outcomes(mixed):  # noqa: F811
+    source = open_data(str(mixed)).train
+    ours = jpeg_views(source, views=1, batch_size=32, device=CUDA)
+    bad = {source.describe(index): reason for batch in ours.epoch(0) for index, reason in batch.bad}
+    assert_named(bad, {place_in(mixed, file): file for file in CORPUS if not file.is_folder})
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_damaged_jpegs_do_no_harm(tmp_path):
+    """Whatever its pixels hold, a JPEG leaves the GPU as it was, and every image asked for is given."""
+    generator = np.random.default_rng(0)
+    source = folder_of(tmp_path / "images", 300, kinds=JPEG)
+    for number in range(0, 300, 3):
+        path = tmp_path / "images" / f"{number:04d}.img.png"
+        data = bytearray(path.read_bytes())
+        for _ in range(3):
+            data[generator.integers(data.index(b"\xff\xda") + 14, len(data) - 2)] = generator.integers(256)
+        path.write_bytes(bytes(data))
+    batches = list(jpeg_views(source, batch_size=32, device=CUDA).epoch(0))
+    assert sum(len(batch.indices) for batch in batches) == 300
+    torch.cuda.synchronize()
