@@ -54,7 +54,7 @@ class Request:
     """vary: a setting and its values, as JSON: --vary encoder.groups=[2,4,8], again and again. Values that are lists
     themselves are lists in the list: --vary views.crop_scale=[[0.08,1],[0.2,1]]."""
     only: tuple[str, ...] = ()
-    """Work on these variants alone in this sitting, by the names that --plan shows."""
+    """Work on these variants alone in this sitting, by name: what --plan shows, without the seed at the end."""
     validate: bool = False
     """Judge on a part of the training images, put aside before pre-training, and leave the test images alone: for
     choosing settings."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -88,8 +89,8 @@ def published_for(data: str, measures: frozenset[str]) -> list[Published]:
 
 
 def _kind_of(data: str) -> str:
-    """Which published data a name of a folder stands for; nothing for data of one's own."""
-    name = data.lower().replace("_", "-")
-    if "cifar" in name and "100" not in name:
+    """Which published data a path stands for, by its name; nothing for data of one's own."""
+    name = data.lower()
+    if re.search(r"cifar(?![-_]?100)", name):
         return "cifar-10"
-    return "imagenet-100" if "imagenet" in name else ""
+    return "imagenet-100" if re.search(r"imagenet[-_]?100(?!0)", name) else ""

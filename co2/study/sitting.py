@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from co2.checkpoint import CONFIG
+from co2.checkpoint import BACKBONE, CONFIG
 from co2.config import Experiment, differences
 from co2.data.open import VALIDATION, open_data, validation_of
 from co2.engine.records import METRICS
@@ -236,6 +236,8 @@ class _Sitting:
         known = read_record(record)
         # A record of another training is only replaced by one that says as much.
         also = {name: known.evaluations[name]["settings"] for name in known.evaluations} if known is not None else {}
+        if known is not None and not (run / BACKBONE).is_file():
+            print(f"{cell.name}: the backbone of its record is not in {circumstances.runs}; it is trained again.")
         workers = circumstances.workers
         if workers < 0 and circumstances.jobs > 1:
             workers = choose_workers(-1, circumstances.jobs)

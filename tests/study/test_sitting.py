@@ -133,6 +133,18 @@ def test_a_study_from_beginning_to_end_and_again(study, tmp_path, read_json, wor
     assert main(["study", "alpha", "--report-only", "--out", str(folder)]) == 2
 
 
+@pytest.mark.gpu
+def test_several_cells_share_one_gpu(study, tmp_path, read_json):
+    code, output = finished(study("curves", "--seeds", "0", "1", "--jobs", "4", "--device", "cuda"))
+    assert code == 0, output
+    records = [read_json(path) for path in (tmp_path / "results" / "cells").glob("*.json")]
+    assert len(records) == 4
+    for record in records:
+        assert record["made_with"]["device"] != "cpu"
+        assert record["made_with"]["cuda"]
+        assert record["curves"]["train"]["step"] == [1, 2, 3, 4, 5, 6]
+
+
 def wait_until(condition, process, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
