@@ -29,8 +29,7 @@ from torch.utils.data import Dataset
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 from torchvision.models.detection.image_list import ImageList
-from torchvision.models.detection.roi_heads import RoIHeads
-from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
+from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import roi_align
 from torchvision.transforms.v2 import functional as F
 
@@ -39,6 +38,7 @@ from co2.data.voc import VocDetection, read_detection
 from co2.errors import UserError
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
+from co2.evaluation.regions import Objects, Proposals, Regions, pad_objects
 from co2.evaluation.spatial import (
     MOST_STRIDE,
     Preparation,
@@ -64,7 +64,7 @@ from co2.philox import Stream, permutation, uniforms
 __all__ = ["PAPER", "QUICK", "DetectionSettings", "Detector", "evaluate"]
 
 _REGION_CELLS = 14  # conv5 halves them to 7, as in classification at 224 pixels
-_TEST_BATCH = 8
+_TEST_PIXELS = 8 * 800 * 1333  # of the images that objects are looked for in at a time
 
 
 def evaluate(
@@ -177,7 +177,7 @@ class Detector(nn.Module):
             settings.extra_norm,
             settings.proposal_gradient,
         )
-        self.proposals = RegionProposalNetwork(
+        self.proposals = Proposals(
             anchors,
             head,
             fg_iou_thresh=0.7,
@@ -189,7 +189,7 @@ class Detector(nn.Module):
             nms_thresh=0.7,
         )
         box_head = BoxHead(backbone.layer4, self.trunk.channels, settings.extra_norm)
-        self.regions = RoIHeads(
+        self.regions = Regions(
             RegionFeatures(self.trunk.stride),
             box_head,
             BoxPrediction(box_head.channels, classes + 1),  # with the background in the first place
@@ -204,18 +204,18 @@ class Detector(nn.Module):
         )
 
     def forward(
-        self, images: Tensor, sizes: list[tuple[int, int]], targets: list[dict[str, Tensor]] | None = None
+        self, images: Tensor, sizes: list[tuple[int, int]], objects: Objects | None = None
     ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-        """Detections of each image (in evaluation mode), and the four losses (in training mode).
+        """Detections of each image, or the four losses where it is said what `objects` there are.
 
         `images` [B, 3, H, W] are padded to a common size; `sizes` are their own heights and widths. The labels of
-        targets and detections count from 1: 0 is the background.
+        objects and detections count from 1: 0 is the background.
         """
         features = {"c4": self.trunk(images)}  # [B, C, H / stride, W / stride]
         # Anchors take the type of the features they belong to, and bfloat16 would round them to multiples of 8 pixels.
         exact = {"c4": features["c4"].float()}
-        proposals, proposal_losses = self.proposals(ImageList(images, sizes), exact, targets)
-        found, region_losses = self.regions(features, proposals, sizes, targets)
+        proposals, proposal_losses = self.proposals(ImageList(images, sizes), exact, objects)
+        found, region_losses = self.regions(features, proposals, sizes, objects)
         return found, {**proposal_losses, **region_losses}
 
 
@@ -320,12 +320,9 @@ def train_detector(
 
     def forward(batch: DetectionBatch) -> dict[str, Tensor]:
         unreadable.update(batch.bad)
-        targets = [
-            {"boxes": boxes.to(device, non_blocking=True), "labels": labels.to(device, non_blocking=True) + 1}
-            for boxes, labels in zip(batch.boxes, batch.labels, strict=True)
-        ]
+        objects = batch.objects.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            losses: dict[str, Tensor] = model(prepare(batch.images), batch.sizes, targets)[1]
+            losses: dict[str, Tensor] = model(prepare(batch.images), batch.sizes, objects)[1]
         return losses
 
     optimiser = torch.optim.SGD(
@@ -362,8 +359,9 @@ def detect(
     prepare = Preparation(model.mean, model.std, device)
     model.eval()
     found, truth, unreadable = [], [], {}
+    size = min(64, max(1, _TEST_PIXELS // (settings.test_size * settings.longest)))
     indices = range(len(data.images))
-    plan = [indices[start : start + _TEST_BATCH] for start in range(0, len(indices), _TEST_BATCH)]
+    plan = [indices[start : start + size] for start in range(0, len(indices), size)]
     batches = load(_TestSamples(data, settings, model.mean), plan, workers)
     for batch in progress.track(batches, "Detecting", len(plan)):
         unreadable.update(batch.bad)
@@ -394,8 +392,7 @@ class DetectionBatch(NamedTuple):
     indices: list[int]
     images: Tensor  # [B, 3, H, W] uint8
     sizes: list[tuple[int, int]]  # height and width of each image without its padding
-    boxes: list[Tensor]  # each [M, 4] float32, in pixels of the resized image
-    labels: list[Tensor]  # each [M] int64
+    objects: Objects  # in pixels of the resized image
     bad: dict[int, str]
 
 
@@ -499,7 +496,6 @@ def _batch(
         [row[0] for row in rows],
         images,
         [(row[1].shape[-2], row[1].shape[-1]) for row in rows],
-        [row[2] for row in rows],
-        [row[3] for row in rows],
+        pad_objects([row[2] for row in rows], [row[3] for row in rows]),
         bad,
     )

@@ -232,7 +232,7 @@ def test_batches_do_not_depend_on_who_makes_them(shapes):
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one.images, other.images)
         assert one.sizes == other.sizes
-        assert all(torch.equal(*pair) for pair in zip(one.boxes, other.boxes, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(one.objects, other.objects, strict=True))
     assert len({size for batch in alone for size in batch.sizes}) > 1  # several scales
     # Padding is the mean colour, which becomes zero.
     assert (alone[0].images[0, :, alone[0].sizes[0][0] :] == padding_colour((0.5, 0.5, 0.5))).all()
