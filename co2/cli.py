@@ -348,20 +348,9 @@ def _study(words: list[str]) -> int:
 
 
 def _bench(words: list[str]) -> int:
-    kinds = ("loss",)
-    if not words or words[0] in ("-h", "--help"):
-        print(
-            "usage: co2 bench loss [--rows B ...] [--negatives K ...] [--backends ...] [--out DIR]\n\n"
-            "  loss   time and memory of the objective: fused, compiled and plain (needs a CUDA GPU)"
-        )
-        return 0
-    if words[0] not in kinds:
-        raise UserError(f"There is no command 'bench {words[0]}'.{did_you_mean(words[0], kinds)} Use `co2 bench loss`.")
+    from co2.bench.command import run
 
-    from co2.bench.loss import LossBenchmark, run
-
-    run(tyro.cli(LossBenchmark, args=words[1:], prog="co2 bench loss"))
-    return 0
+    return run(words)
 
 
 @dataclass(frozen=True)
@@ -402,7 +391,7 @@ COMMANDS: dict[str, Command] = {
     "evaluate": Command("evaluate PROTOCOL", "how good a backbone is, by the paper's protocols and others", _evaluate),
     "report": Command("report RUN ...", "run folders on one page: curves, outcomes, what differs", _report),
     "study": Command("study NAME", "the paper's comparisons and ablations, or your own, as grids of runs", _study),
-    "bench": Command("bench loss", "how fast the objective is on your GPU", _bench),
+    "bench": Command("bench KIND", "how fast training and its parts are on your machine", _bench),
     "data": Command("data KIND", "write pictures to try things on, tar shards, or a packed copy of any images", _data),
 }
 

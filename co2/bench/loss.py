@@ -13,13 +13,13 @@ import functools
 import gc
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from co2.bench.record import provenance, show
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +69,10 @@ def run(settings: LossBenchmark) -> dict[str, Any]:
         raise UserError(f"There is no backend '{unknown[0]}': use some of {', '.join(BACKENDS)}.")
     if not torch.cuda.is_available():
         raise UserError("This benchmark measures CUDA kernels and found no GPU. Run it on a machine that has one.")
-    record = provenance()
+    record = provenance(torch.device("cuda")) | {
+        "settings": {"tau_instance": TAU, "tau_consistency": SIGMA, "dtype": "float32", "gradient": "query"},
+        "backends": BACKENDS,
+    }
     record["ceilings"] = ceilings()
     print("ceilings: " + ", ".join(f"{name} {value:.4g}" for name, value in record["ceilings"].items()), flush=True)
     if settings.sweep:
@@ -369,55 +372,6 @@ def release() -> None:
 
 
 # ---------------------------------------------------------------- what comes out
-
-
-def provenance() -> dict[str, Any]:
-    """The command, commit, versions and device behind the numbers."""
-    import torch
-    import triton
-
-    import co2
-
-    home = Path(__file__).parents[2]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=home, capture_output=True, text=True).stdout.strip()
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit or None,
-        "versions": {"co2": co2.__version__, "torch": torch.__version__, "triton": triton.__version__},
-        "device": {"name": properties.name, "multiprocessors": properties.multi_processor_count},
-        "settings": {"tau_instance": TAU, "tau_consistency": SIGMA, "dtype": "float32", "gradient": "query"},
-        "backends": BACKENDS,
-    }
-
-
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """Prints rows of a table; with rich where it is installed."""
-    names = dict.fromkeys(key for row in rows for key in row)
-    columns = [name for name in names if not name.endswith(("low_ms", "high_ms"))]
-    cells = [[_cell(row, column) for column in columns] for row in rows]
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(f"\n{title}\n" + "\n".join("  ".join(line) for line in [columns, *cells]), flush=True)
-        return
-    table = Table(*columns, title=title, title_justify="left")
-    for line in cells:
-        table.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else 170).print(table)
-
-
-def _cell(row: dict[str, Any], column: str) -> str:
-    value = row.get(column, "")
-    if isinstance(value, float):
-        text = f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    else:
-        text = str(value)
-    if column.endswith("_ms") and f"{column[:-2]}low_ms" in row:
-        text += f" ({row[f'{column[:-2]}low_ms']:.3g} {row[f'{column[:-2]}high_ms']:.3g})"
-    return text
 
 
 def write(record: dict[str, Any], out: Path) -> None:

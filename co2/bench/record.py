@@ -1,0 +1,108 @@
+"""What every benchmark leaves behind: a table to read, and a record that says which command made which numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """The command, commit, versions and device behind the numbers."""
+    import torch
+
+    import co2
+
+    versions = {"python": platform.python_version(), "co2": co2.__version__, "torch": torch.__version__}
+    if device.type == "cuda":
+        import triton
+
+        versions["triton"] = triton.__version__
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "versions": versions,
+        "device": device_facts(device),
+    }
+
+
+def _commit() -> str | None:
+    """Of the checkout that this is part of; None where it is none."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or None
+    except OSError:  # there is no git
+        return None
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if device.type != "cuda":
+        return {"name": "CPU", "cores": cores, "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": properties.total_memory / 2**30,
+        "cores": cores,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The same in a few words."""
+    facts = device_facts(device)
+    return str(facts["name"]) if device.type == "cuda" else f"{facts['threads']} CPU threads"
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Prints rows of a table; with rich where it is installed. Quantiles, low_ms and high_ms, stand beside a median."""
+    names = dict.fromkeys(key for row in rows for key in row)
+    columns = [name for name in names if not name.endswith(("low_ms", "high_ms"))]
+    cells = [[_cell(row, column) for column in columns] for row in rows]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(f"\n{title}\n" + "\n".join("  ".join(line) for line in [columns, *cells]), flush=True)
+        return
+    table = Table(*columns, title=title, title_justify="left")
+    for line in cells:
+        table.add_row(*line)
+    Console(width=None if sys.stdout.isatty() else 170).print(table)
+
+
+def _cell(row: dict[str, Any], column: str) -> str:
+    value = row.get(column)
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        text = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    else:
+        text = f"{value:,}" if isinstance(value, int) else str(value)
+    if column.endswith("_ms") and f"{column[:-2]}low_ms" in row:
+        text += f" ({row[f'{column[:-2]}low_ms']:.3g} {row[f'{column[:-2]}high_ms']:.3g})"
+    return text
+
+
+def write_record(record: dict[str, Any], out: str, name: str) -> None:
+    """The record as DIR/NAME.json, or as the file that `out` names if it ends so. Nothing where `out` is empty."""
+    if not out:
+        return
+    path = Path(out) if out.endswith(".json") else Path(out, f"{name}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"The record is in {path}.")

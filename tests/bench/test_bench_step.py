@@ -1,0 +1,119 @@
+"""`co2 bench step`, end to end on a small network, and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from co2.bench.roofline import KEY_FORWARD, LOSS, QUERY_FORWARD
+from co2.bench.specification import StepBenchmark
+from co2.bench.step import FORWARD_AND_LOSS, parts_table, pays_from, run
+from co2.cli import main
+from co2.config import Experiment
+from co2.errors import UserError
+
+SMALL = [
+    "--batch-size", "8", "--views.size", "16", "--encoder.backbone", "co2/resnet10-narrow", "--encoder.stem",
+    "small-stride-2", "--encoder.dimension", "16", "--negatives.size", "32", "--device", "cpu",
+]  # fmt: skip
+PARTS = [
+    "views",
+    "key forward",
+    "query forward",
+    "loss",
+    "backward",
+    "optimiser",
+    "momentum encoder and negatives",
+    "between steps",
+]
+
+
+def test_from_the_command_line_to_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "step", "moco-small", *SMALL, "--steps", "2", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    record: dict[str, Any] = json.loads((tmp_path / "step.json").read_text())
+    assert record["experiment"]["batch_size"] == 8
+    assert record["versions"]["torch"] == torch.__version__
+    assert {"command", "commit", "date", "device", "rates"} <= set(record)
+    (kind,) = record["kinds"]
+    assert kind["kind"] == kind["parts_of"] == "eager"
+    assert len(kind["seconds"]) == 5
+    assert kind["images_per_second"] == pytest.approx(8 / kind["step_seconds"])
+    assert kind["slowest_images_per_second"] <= kind["images_per_second"] <= kind["fastest_images_per_second"]
+    assert kind["share_of_bound"] == pytest.approx(kind["images_per_second"] / record["bound"]["images_per_second"])
+    assert list(kind["shares"]) == PARTS
+    assert set(record["bound"]["by_part"]) == set(PARTS[:-1])
+    assert kind["memory_gib"] > 0
+    for words in ("images/s", "of the bound", "key forward", str(tmp_path / "step.json")):
+        assert words in printed
+
+
+def test_parts_add_up_to_the_step(tiny: Any) -> None:
+    record = run(tiny(), StepBenchmark(steps=5))
+    (kind,) = record["kinds"]
+    # Generous, because the two are measured one after the other on a machine that may be busy.
+    assert 0.3 < sum(kind["parts"].values()) / kind["step_seconds"] < 2
+
+
+@pytest.mark.parametrize("recipe", ["simclr-small", "insdisc-small"])
+def test_methods_without_keys_have_no_part_for_them(recipe: str, tmp_path: Path) -> None:
+    assert main(["bench", "step", recipe, *SMALL, "--steps", "1", "--out", str(tmp_path / "a.json")]) == 0
+    (kind,) = json.loads((tmp_path / "a.json").read_text())["kinds"]
+    assert [part for part in PARTS if part != "key forward"] == list(kind["shares"])
+
+
+def test_when_a_slow_start_pays() -> None:
+    # eager: 1 s, then 0.5 s a step; compiled: 61 s, then 0.2 s: after 200 steps beyond the first four
+    (row,) = pays_from({"eager": (1.0, 0.5), "compiled": (61.0, 0.2)}, batch=10)
+    assert (row["kind"], row["against"]) == ("compiled", "eager")
+    assert row["pays_from_images"] == pytest.approx(2040)
+    steps = row["pays_from_images"] / 10 - 4
+    assert 1.0 + 0.5 * steps == pytest.approx(61.0 + 0.2 * steps)
+    (never,) = pays_from({"captured": (5.0, 0.2), "compiled": (60.0, 0.3)}, batch=10)
+    assert (never["kind"], never["pays_from_images"]) == ("compiled", None)
+    assert len(pays_from({"a": (1.0, 3.0), "b": (2.0, 2.0), "c": (3.0, 1.0)}, batch=2)) == 3
+
+
+def test_a_compiled_forward_pass_is_bounded_by_what_it_holds() -> None:
+    one = {"shares": {FORWARD_AND_LOSS: 0.5, "between steps": 0.5}, "step_seconds": 2.0}
+    rows = parts_table(one, {KEY_FORWARD: 0.1, QUERY_FORWARD: 0.2, LOSS: 0.3})
+    assert rows[0]["at least, ms"] == pytest.approx(600)
+    assert rows[1] == {"part": "between steps", "ms": 1000.0, "share": "50.0%", "at least, ms": None}
+
+
+def test_mistakes_are_told_plainly(tiny: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="only captured on a GPU"):
+        run(tiny(), StepBenchmark(kinds=("eager", "captured")))
+    with pytest.raises(UserError, match="--steps must be above 0"):
+        StepBenchmark(steps=0)
+    assert main(["bench", "stepp"]) == 2
+    assert "Did you mean 'step'" in capsys.readouterr().err
+    assert main(["bench", "step", "moco-smal"]) == 2
+    assert "There is no recipe 'moco-smal'" in capsys.readouterr().err
+    assert main(["bench"]) == 0
+    assert "co2 bench step" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["eager", "captured"])
+def test_on_a_gpu_every_kind_of_step_has_parts(kind: Any, tiny: Any) -> None:
+    experiment: Experiment = tiny("moco-small", device="cuda", batch_size=64)
+    (found,) = run(experiment, StepBenchmark(kinds=(kind,), steps=20))["kinds"]
+    assert found["kind"] == found["parts_of"] == kind
+    assert not found["notes"]
+    assert list(found["shares"]) == PARTS
+    assert all(seconds > 0 for seconds in found["parts"].values())
+    assert sum(found["parts"].values()) < 2 * found["step_seconds"]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_compiled_step_has_its_forward_passes_in_one_piece(tiny: Any) -> None:
+    experiment: Experiment = tiny("moco-small", device="cuda", batch_size=64)
+    (found,) = run(experiment, StepBenchmark(kinds=("compiled",), steps=5))["kinds"]
+    assert found["kind"] == "compiled"
+    assert FORWARD_AND_LOSS in found["parts"]
