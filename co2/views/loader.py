@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from co2.data.source import BadImage, ImageSource
 from co2.errors import RunError, UserError
 from co2.philox import Stream, permutation
+from co2.views.batched import LARGEST_SIZE, make_views
 from co2.views.parameters import draw
 from co2.views.specification import Augmentation
 from co2.views.transform import make_view, plain_view
@@ -187,11 +188,17 @@ class _AugmentedViews(Dataset[Any]):
 
     def _make(self, epoch: int, indices: list[int], images: list[Tensor], views: Tensor) -> None:
         """Write the views of these images into the first places of `views` [V, B, 3, S, S]."""
-        heights, widths = torch.tensor([image.shape[-2:] for image in images]).unbind(1)
-        for view in range(self.views):
-            drawn = draw(self.augmentation, self.seed, epoch, torch.tensor(indices), view, heights, widths)
-            for place, (image, row) in enumerate(zip(images, drawn.rows(), strict=True)):
-                views[view, place] = make_view(image, row, self.augmentation)
+        augmentation, count = self.augmentation, len(images)
+        numbers = torch.arange(self.views).repeat_interleave(count)  # [V * B]
+        heights, widths = torch.tensor([image.shape[-2:] for image in images] * self.views).unbind(1)  # [V * B] each
+        drawn = draw(augmentation, self.seed, epoch, torch.tensor(indices * self.views), numbers, heights, widths)
+        made = views[:, :count]  # [V, B, 3, S, S]
+        if augmentation.size <= LARGEST_SIZE:
+            made.copy_(make_views(images * self.views, drawn, augmentation).view_as(made))
+            return
+        for place, row in enumerate(drawn.rows()):
+            view, image = divmod(place, count)
+            made[view, image] = make_view(images[image], row, augmentation)
 
 
 class _PlainViews(Dataset[Any]):

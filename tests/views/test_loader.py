@@ -13,6 +13,7 @@ from co2.data.source import BadImage, ImageSource
 from co2.errors import UserError
 from co2.philox import Stream, permutation
 from co2.views import loader as loader_module
+from co2.views.batched import LARGEST_SIZE
 from co2.views.loader import ViewLoader, plain_batches
 from co2.views.parameters import draw
 from co2.views.specification import moco_v2_views
@@ -73,16 +74,20 @@ def assert_same_batches(ours, theirs):
         assert one.bad == other.bad
 
 
-def test_a_view_is_a_function_of_seed_epoch_image_and_view():
+@pytest.mark.parametrize("size", [16, LARGEST_SIZE + 8])
+def test_a_view_is_a_function_of_seed_epoch_image_and_view(size):
+    """Of small images the views of a batch are made together, of larger ones one by one."""
     source = Pictures(20)
-    views = view_of_each_image(loader(source, seed=5, views=3).epoch(4))
+    augmentation = moco_v2_views(size)
+    batches = ViewLoader(source, augmentation, views=3, batch_size=8, seed=5, workers=0).epoch(4)
+    views = view_of_each_image(batches)
     assert sorted(views) == list(range(20))
     for index in (0, 7, 19):
         image = source.image(index)
         height, width = (torch.tensor([side]) for side in image.shape[-2:])
         for view in range(3):
-            (row,) = draw(AUGMENTATION, 5, 4, torch.tensor([index]), view, height, width).rows()
-            assert torch.equal(views[index][view], make_view(image, row, AUGMENTATION))
+            (row,) = draw(augmentation, 5, 4, torch.tensor([index]), view, height, width).rows()
+            assert torch.equal(views[index][view], make_view(image, row, augmentation))
 
 
 def test_the_order_of_an_epoch_is_a_function_of_seed_and_epoch():
