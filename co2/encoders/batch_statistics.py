@@ -148,11 +148,18 @@ def takes_kernels(layer: Any, input: Tensor) -> bool:
     """Whether the kernels of `fused_normalisation` can do what this layer does to a training batch."""
     return bool(
         layer.training
-        and input.is_cuda
-        and input.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and type(layer) in _PLAIN_KINDS
         and layer.track_running_stats
         and layer.momentum is not None
+        and kernels_run_on(input)
+    )
+
+
+def kernels_run_on(tensor: Tensor) -> bool:
+    """Whether Triton kernels can take the place of torch's operations on this tensor."""
+    return (
+        tensor.is_cuda
+        and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and not torch.compiler.is_compiling()  # a compiler fuses in its own way
         and _triton_is_there()
     )

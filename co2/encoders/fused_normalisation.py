@@ -31,7 +31,7 @@ from torch import Tensor
 _PROGRAMS = 528  # that add up stretches of rows: four for each of an H100's 132 multiprocessors
 _ROWS = 32  # of a tile
 _CHANNELS = 64  # likewise, at most
-_TILES = 4  # that one program of an element-wise kernel works on
+_TILES = 4  # loaded at once, so that enough bytes are on their way to keep the memory busy
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -102,7 +102,7 @@ class _Layout(NamedTuple):
     @property
     def stretches(self) -> int:
         """Into how many parts a group is cut: enough to fill a GPU, and none of them tiny."""
-        return max(1, min(_PROGRAMS // (self.groups * self.blocks), self.largest_group // (4 * _ROWS)))
+        return max(1, min(_PROGRAMS // (self.groups * self.blocks), self.largest_group // (_ROWS * _TILES)))
 
     @property
     def arguments(self) -> tuple[int, int, int, int]:
@@ -110,9 +110,9 @@ class _Layout(NamedTuple):
 
     @property
     def stretch(self) -> tuple[int, int]:
-        """Rows of a stretch, whole tiles of them, and how many tiles these are."""
-        tiles = triton.cdiv(triton.cdiv(self.largest_group, self.stretches), _ROWS)
-        return tiles * _ROWS, tiles
+        """Rows of a stretch, and how many times a program loads some of them."""
+        loads = triton.cdiv(triton.cdiv(self.largest_group, self.stretches), _ROWS * _TILES)
+        return loads * _ROWS * _TILES, loads
 
 
 class _NormaliseInGroups(torch.autograd.Function):
@@ -133,7 +133,7 @@ class _NormaliseInGroups(torch.autograd.Function):
         added = None if residual is None else _channels_last(residual)
         images, larger = divmod(len(x) // rows_per_image, groups)
         layout = _Layout(groups, images, larger, rows_per_image * x[0, ..., 0].numel(), x.shape[-1])
-        with _device(x):
+        with launching_on(x):
             mean, variance = _statistics(x, layout)
             y = torch.empty_like(x)
             _apply_kernel[_tiles(layout)](
@@ -153,35 +153,38 @@ class _NormaliseInGroups(torch.autograd.Function):
         masked = torch.empty_like(x) if relu and ctx.has_residual else None
         partial = x.new_empty(2, layout.groups, layout.stretches, layout.channels, dtype=torch.float32)
         sums = x.new_empty(2, layout.groups, layout.channels, dtype=torch.float32)
+        size, loads = layout.stretch
         dx = torch.empty_like(x)
-        with _device(x):
+        dweight, dbias = (None if of is None else torch.empty_like(of) for of in (weight, bias))
+        with launching_on(x):
             _sums_kernel[layout.stretches, layout.groups, layout.blocks](
                 dy, x, y, masked, weight, bias, mean, variance, partial[0], partial[1],
-                *layout.arguments, layout.stretches, *layout.stretch, ctx.epsilon,
-                ROWS=_ROWS, CHANNELS=layout.width, RELU=relu,
+                *layout.arguments, layout.stretches, size, 2 * loads, ctx.epsilon,
+                TILES=_TILES // 2, ROWS=_ROWS, CHANNELS=layout.width, RELU=relu,
             )  # fmt: skip
             _merge_sums_kernel[_few(layout), layout.groups](
                 partial[0], partial[1], sums[0], sums[1], layout.channels, layout.stretches,
                 STRETCHES=triton.next_power_of_2(layout.stretches), CHANNELS=_MERGED,
             )  # fmt: skip
             _input_gradient_kernel[_tiles(layout)](
-                dy if masked is None else masked, x, dx, weight, bias, mean, variance, sums[0], sums[1],
-                *layout.arguments, ctx.epsilon,
+                dy if masked is None else masked, x, dx, weight, bias, mean, variance, sums[0], sums[1], dweight, dbias,
+                *layout.arguments, layout.groups, ctx.epsilon,
                 TILES=_TILES, ROWS=_ROWS, CHANNELS=layout.width, RELU=relu and masked is None,
             )  # fmt: skip
-        dbias, dweight = sums.sum(dim=1)  # [C] each
         residual_gradient = None
         if ctx.has_residual:
             residual_gradient = gradients[0] if masked is None else masked.movedim(-1, 1)
         return (
             dx.movedim(-1, 1),
-            None if weight is None else dweight.to(weight.dtype),
-            None if bias is None else dbias.to(bias.dtype),
+            dweight,
+            dbias,
             residual_gradient,
             *[None] * 5,
         )
 
 
+# Compiled once, not again for each layer whose sizes happen to divide by 16.
+_SIZES = ["images", "larger", "rows", "groups", "stretches", "size", "loads"]
 _MERGED = 16  # channels of a program that puts stretches together
 
 
@@ -191,7 +194,7 @@ def _statistics(x: Tensor, layout: _Layout) -> tuple[Tensor, Tensor]:
     whole = x.new_empty(2, layout.groups, layout.channels, dtype=torch.float32)
     _statistics_kernel[layout.stretches, layout.groups, layout.blocks](
         x, partial[0], partial[1], *layout.arguments, layout.stretches, *layout.stretch,
-        ROWS=_ROWS, CHANNELS=layout.width,
+        TILES=_TILES, ROWS=_ROWS, CHANNELS=layout.width,
     )  # fmt: skip
     _merge_statistics_kernel[_few(layout), layout.groups](
         partial[0], partial[1], whole[0], whole[1], *layout.arguments, layout.stretches, layout.stretch[0],
@@ -217,7 +220,8 @@ def _in_place(running: Running | None) -> tuple[Tensor | None, Tensor | None, Te
     return (None, None, None) if running is None else (running.mean, running.variance, running.batches)
 
 
-def _device(tensor: Tensor) -> Any:
+def launching_on(tensor: Tensor) -> Any:
+    """Kernels go to the GPU that holds this tensor."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
@@ -229,10 +233,10 @@ def _group_rows(group, images, larger, rows):
     return first, count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _statistics_kernel(
-    x, partial_mean, partial_squares, channels, images, larger, rows, stretches, size, tiles,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    x, partial_mean, partial_squares, channels, images, larger, rows, stretches, size, loads,
+    TILES: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     stretch, group = tl.program_id(0), tl.program_id(1)
     column = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)  # [c]
@@ -244,14 +248,15 @@ def _statistics_kernel(
     pivot = tl.load(x + begin.to(tl.int64) * channels + column, mask=inside & (begin < end), other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     squares = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for tile in range(tiles):
-        row = begin + tile * ROWS + tl.arange(0, ROWS)  # [r]
-        wanted = (row < end)[:, None] & inside[None, :]  # [r, c]
-        place = row.to(tl.int64)[:, None] * channels + column[None, :]
-        value = tl.load(x + place, mask=wanted, other=0.0).to(tl.float32)
-        shifted = tl.where(wanted, value - pivot[None, :], 0.0)
-        total += shifted
-        squares += shifted * shifted
+    for load in range(loads):
+        for tile in tl.static_range(TILES):
+            row = begin + (load * TILES + tile) * ROWS + tl.arange(0, ROWS)  # [r]
+            wanted = (row < end)[:, None] & inside[None, :]  # [r, c]
+            place = row.to(tl.int64)[:, None] * channels + column[None, :]
+            value = tl.load(x + place, mask=wanted, other=0.0).to(tl.float32)
+            shifted = tl.where(wanted, value - pivot[None, :], 0.0)
+            total += shifted
+            squares += shifted * shifted
     sum_shifted, sum_squares = tl.sum(total, 0), tl.sum(squares, 0)  # [c]
     number = tl.maximum(end - begin, 1).to(tl.float32)
     place = (group * stretches + stretch) * channels + column
@@ -259,7 +264,7 @@ def _statistics_kernel(
     tl.store(partial_squares + place, sum_squares - sum_shifted * sum_shifted / number, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _merge_statistics_kernel(
     partial_mean, partial_squares, mean, variance, channels, images, larger, rows, stretches, size,
     STRETCHES: tl.constexpr, CHANNELS: tl.constexpr,
@@ -294,7 +299,7 @@ def _scale_and_shift(weight, bias, mean, rstd, column, inside):
     return scale, shift
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _apply_kernel(
     x, residual, y, weight, bias, means, variances, running_mean, running_variance, batches,
     channels, images, larger, rows, groups, epsilon, momentum,
@@ -341,11 +346,11 @@ def _apply_kernel(
                 tl.store(batches, tl.load(batches) + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _sums_kernel(
     dy, x, y, masked, weight, bias, means, variances, partial_sum, partial_product,
-    channels, images, larger, rows, stretches, size, tiles, epsilon,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr,
+    channels, images, larger, rows, stretches, size, loads, epsilon,
+    TILES: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     stretch, group = tl.program_id(0), tl.program_id(1)
     column = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)  # [c]
@@ -359,28 +364,29 @@ def _sums_kernel(
     offset = first.to(tl.int64) * channels
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     products = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for tile in range(tiles):
-        row = begin + tile * ROWS + tl.arange(0, ROWS)  # [r]
-        wanted = (row < end)[:, None] & inside[None, :]  # [r, c]
-        place = offset + row.to(tl.int64)[:, None] * channels + column[None, :]
-        value = tl.load(x + place, mask=wanted, other=0.0).to(tl.float32)
-        gradient = tl.load(dy + place, mask=wanted, other=0.0).to(tl.float32)
-        if RELU:
-            if masked is not None:
-                positive = tl.load(y + place, mask=wanted, other=0.0) > 0
-            else:
-                positive = value * scale[None, :] + shift[None, :] > 0
-            gradient = tl.where(positive, gradient, 0.0)
-            if masked is not None:
-                tl.store(masked + place, gradient.to(masked.dtype.element_ty), mask=wanted)
-        total += gradient
-        products += gradient * (value - mean[None, :])  # zero outside, where the gradient is
+    for load in range(loads):
+        for tile in tl.static_range(TILES):
+            row = begin + (load * TILES + tile) * ROWS + tl.arange(0, ROWS)  # [r]
+            wanted = (row < end)[:, None] & inside[None, :]  # [r, c]
+            place = offset + row.to(tl.int64)[:, None] * channels + column[None, :]
+            value = tl.load(x + place, mask=wanted, other=0.0).to(tl.float32)
+            gradient = tl.load(dy + place, mask=wanted, other=0.0).to(tl.float32)
+            if RELU:
+                if masked is not None:
+                    positive = tl.load(y + place, mask=wanted, other=0.0) > 0
+                else:
+                    positive = value * scale[None, :] + shift[None, :] > 0
+                gradient = tl.where(positive, gradient, 0.0)
+                if masked is not None:
+                    tl.store(masked + place, gradient.to(masked.dtype.element_ty), mask=wanted)
+            total += gradient
+            products += gradient * (value - mean[None, :])  # zero outside, where the gradient is
     place = (group * stretches + stretch) * channels + column
     tl.store(partial_sum + place, tl.sum(total, 0), mask=inside)
     tl.store(partial_product + place, tl.sum(products, 0) * rstd, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _merge_sums_kernel(
     partial_sum, partial_product, sums, products, channels, stretches,
     STRETCHES: tl.constexpr, CHANNELS: tl.constexpr,
@@ -396,10 +402,10 @@ def _merge_sums_kernel(
     tl.store(products + group * channels + column, whole_product, mask=column < channels)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _input_gradient_kernel(
-    dy, x, dx, weight, bias, means, variances, sums, products,
-    channels, images, larger, rows, epsilon,
+    dy, x, dx, weight, bias, means, variances, sums, products, dweight, dbias,
+    channels, images, larger, rows, groups, epsilon,
     TILES: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     tile, group = tl.program_id(0), tl.program_id(1)
@@ -423,3 +429,17 @@ def _input_gradient_kernel(
         normalised = (value - mean[None, :]) * rstd[None, :]
         result = scale[None, :] * (gradient - mean_gradient[None, :] - normalised * mean_product[None, :])
         tl.store(dx + place, result.to(dx.dtype.element_ty), mask=wanted)
+
+    # The gradients of weight and bias are the sums over all groups: again for one program of each block of channels.
+    if dweight is not None:
+        if (tile == 0) & (group == 0):
+            total = tl.zeros((CHANNELS,), tl.float32)
+            for other in range(groups):
+                total += tl.load(products + other * channels + column, mask=inside, other=0.0)
+            tl.store(dweight + column, total.to(dweight.dtype.element_ty), mask=inside)
+    if dbias is not None:
+        if (tile == 0) & (group == 0):
+            total = tl.zeros((CHANNELS,), tl.float32)
+            for other in range(groups):
+                total += tl.load(sums + other * channels + column, mask=inside, other=0.0)
+            tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=inside)

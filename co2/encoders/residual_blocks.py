@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from co2.encoders.backbones import NarrowResNet
-from co2.encoders.batch_statistics import normalise_add_relu
+from co2.encoders.batch_statistics import kernels_run_on, normalise_add_relu
 
 
 def fuse_residual_blocks(module: nn.Module) -> None:
@@ -41,10 +41,20 @@ class FusedBottleneck(Bottleneck):
 
 class _FusedStem(ResNet):
     def _forward_impl(self, x: Tensor) -> Tensor:
-        x = self.maxpool(normalise_add_relu(self.bn1, self.conv1(x)))
+        x = _pool(self.maxpool, normalise_add_relu(self.bn1, self.conv1(x)))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         pooled: Tensor = self.fc(self.avgpool(x).flatten(1))
         return pooled  # [N, F]
+
+
+def _pool(layer: nn.Module, x: Tensor) -> Tensor:
+    known = isinstance(layer, nn.MaxPool2d) and layer.kernel_size == 3 and layer.stride == 2 and layer.padding == 1
+    if known and kernels_run_on(x):
+        from co2.encoders.fused_pooling import max_pool
+
+        return max_pool(x)
+    pooled: Tensor = layer(x)
+    return pooled
 
 
 class FusedResNet(_FusedStem):
