@@ -137,6 +137,20 @@ def make_views(pictures: Pictures, parameters: ViewParameters, augmentation: Aug
     return views
 
 
+def normalise_views(views: Tensor, scale: tuple[float, ...], shift: tuple[float, ...]) -> Tensor:
+    """views * scale + shift for each channel: bfloat16 [N, 3, S, S] in channels-last memory of uint8 [N, 3, S, S]."""
+    numbers = torch.empty(views.shape, dtype=torch.bfloat16, device=views.device, memory_format=torch.channels_last)
+    pixels = views.shape[-2] * views.shape[-1]
+    with torch.cuda.device(views.device) if views.is_cuda else contextlib.nullcontext():
+        _normalise_kernel[len(views), triton.cdiv(3 * pixels, _NORMALISED)](
+            views.contiguous(), numbers, pixels, *scale, *shift, BLOCK=_NORMALISED
+        )
+    return numbers
+
+
+_NORMALISED = 2048  # numbers that one program writes
+
+
 def _packed(*tensors: Tensor) -> list[Tensor]:
     """Rows without gaps, and bytes for truth values. Copies nothing where rows have none."""
     return [(x.view(torch.uint8) if x.dtype == torch.bool else x).contiguous() for x in tensors]
@@ -557,3 +571,18 @@ def _blur_kernel(
         x = (first_x + outer)[None, :]
         inside = (outer < USEFUL)[:, None] & (outer < USEFUL)[None, :] & (y < S) & (x < S)
         tl.store(views + plane * (S * S) + y * S + x, tl.floor(blurred + 0.5).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _normalise_kernel(
+    views, numbers, pixels, scale_r, scale_g, scale_b, shift_r, shift_g, shift_b,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # in the order in which they are written: channels last
+    channel = place % 3
+    level = tl.load(views + row * pixels * 3 + channel * pixels + place // 3, mask=place < 3 * pixels, other=0)
+    scale = tl.where(channel == 0, scale_r, tl.where(channel == 1, scale_g, scale_b))
+    shift = tl.where(channel == 0, shift_r, tl.where(channel == 1, shift_g, shift_b))
+    number = level.to(tl.float32) * scale + shift
+    tl.store(numbers + row * pixels * 3 + place, number.to(tl.bfloat16), mask=place < 3 * pixels)

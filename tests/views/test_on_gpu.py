@@ -27,7 +27,7 @@ from co2.views import on_gpu
 from co2.views.on_gpu import Pictures, make_views
 from co2.views.parameters import ViewParameters, ViewRow, draw
 from co2.views.specification import Augmentation, moco_v1_views, moco_v2_views, simclr_views, small_views
-from co2.views.transform import make_view
+from co2.views.transform import make_view, normalise, normalise_for_gpu
 
 INTERPRETED = not isinstance(on_gpu._crop_kernel, triton.runtime.JITFunction)
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -280,7 +280,20 @@ views = specification.moco_v2_views(32), specification.moco_v1_views(50), specif
 for augmentation in views:
     drawn = parameters.draw(augmentation, 0, 0, begins, 0, sizes, sizes)
     on_gpu.make_views(on_gpu.Pictures(torch.empty(4800, dtype=torch.uint8), begins, sizes, sizes), drawn, augmentation)
+on_gpu.normalise_views(torch.zeros(2, 3, 32, 32, dtype=torch.uint8), (1.0, 2.0, 3.0), (1.0, 2.0, 3.0))
 """
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 8, 8), (2, 3, 31, 29), (1, 3, 1, 1)])
+def test_normalised_views_are_those_of_the_cpu(shape: tuple[int, ...]) -> None:
+    views = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    found = normalise_for_gpu(views, moco_v2_views())
+    expected = normalise(views, moco_v2_views(), torch.bfloat16)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6)  # a neighbour among bfloat16 numbers at most
+    if not INTERPRETED:  # which rounds to bfloat16 downwards
+        assert (found == expected).float().mean() > 0.99
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
@@ -291,7 +304,7 @@ def test_every_kernel_compiles_for_a_gpu() -> None:
     command = [sys.executable, "-c", COMPILE, str(script)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
-    for kernel in ("_whole_kernel", "_crop_kernel", "_colour_kernel", "_blur_kernel"):
+    for kernel in ("_whole_kernel", "_crop_kernel", "_colour_kernel", "_blur_kernel", "_normalise_kernel"):
         assert kernel in run.stdout
 
 
