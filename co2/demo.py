@@ -1,7 +1,7 @@
 """MoCo and MoCo + CO2 side by side on rendered shapes, on the CPU, and a page that compares them.
 
 Each run is an ordinary `co2 pretrain` in a process of its own; this module starts both, watches their metrics, looks
-at the backbones they leave, and writes the page.
+at the backbones they leave, and writes the page. It loads torch, which takes seconds, when the runs are on their way.
 """
 
 from __future__ import annotations
@@ -16,34 +16,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
-from torch import nn
 
 from co2 import recipes
-from co2.checkpoint import CONFIG, load_backbone
 from co2.config import Experiment
-from co2.data.open import DataSplits, open_data
-from co2.data.source import ImageSource
-from co2.engine.mechanisms import build_mechanism
-from co2.engine.records import METRICS
 from co2.errors import UserError
-from co2.evaluation.knn import embed
-from co2.measures.knn import nearest
 from co2.report.gallery import Gallery, Picture
 from co2.report.page import Page, next_steps, write_page
-from co2.report.runs import read_run
+from co2.report.runs import METRICS, read_run
 from co2.report.story import untrained_of
 from co2.report.tables import Outcome, outcomes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from co2.data.open import DataSplits
+    from co2.data.source import ImageSource
 
 METHODS = {"MoCo": "demo-moco", "MoCo + CO2": "demo-co2"}
 UNTRAINED = "untrained"
 PAGE = "index.html"
 GALLERY_QUERIES = 6
 GALLERY_NEIGHBOURS = 6
+
+# Has Linux's C library keep freed memory for what comes next. By default it hands tensors of the demo's sizes back to
+# the system and asks for them again, dozens of times in a step, and a twentieth of the time goes into that.
+_KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
 
 
 def demo(out: str, *, epochs: int | None = None, seed: int = 0) -> Path:
@@ -56,25 +58,24 @@ def demo(out: str, *, epochs: int | None = None, seed: int = 0) -> Path:
         "the consistency term of CO2. This takes two or three minutes.\n"
     )
     runs = [_start(name, recipe, folder, epochs, seed) for name, recipe in METHODS.items()]
-    _watch(runs, console)
+    with _ended_with_us(runs):
+        neighbours = _Neighbours(runs[0].experiment)
+        neighbours.look_up_untrained()  # now, when there is nothing to watch yet
+        _watch(runs, console)
 
-    console.print("\nLooking up nearest neighbours in the untrained and the two trained networks ...")
-    experiment = Experiment.from_json((runs[0].folder / CONFIG).read_text())
-    data = open_data(experiment.data)
-    assert data.bank is not None
-    assert data.test is not None
-    backbones: dict[str, nn.Module] = {UNTRAINED: build_mechanism(experiment, len(data.train)).encoder.backbone}
-    backbones |= {run.name: load_backbone(run.folder) for run in runs}
+    console.print("\nLooking up nearest neighbours in the two trained networks ...")
+    for run in runs:
+        neighbours.look_up_trained(run)
     records = tuple(read_run(run.folder, name=run.name, seconds=run.seconds) for run in runs)
     untrained = untrained_of(records)
     page = write_page(
         folder / PAGE,
         Page(
             title="MoCo and MoCo + CO2, side by side",
-            introduction=_introduction(experiment, data),
+            introduction=_introduction(runs[0].experiment, neighbours.data),
             runs=records,
             untrained=untrained,
-            galleries=_galleries(backbones, experiment, data.bank, data.test),
+            galleries=neighbours.galleries(),
             next_steps=next_steps(runs[-1].folder),
         ),
     )
@@ -87,7 +88,7 @@ def demo(out: str, *, epochs: int | None = None, seed: int = 0) -> Path:
 class _Run:
     name: str
     folder: Path
-    epochs: int
+    experiment: Experiment
     process: subprocess.Popen[bytes]
     log: Path
     started: float = field(default_factory=time.monotonic)
@@ -122,10 +123,12 @@ def _make_room(folder: Path) -> None:
 
 
 def _start(name: str, recipe: str, folder: Path, epochs: int | None, seed: int) -> _Run:
-    experiment = recipes.get(recipe)
-    epochs = epochs or experiment.epochs
+    experiment = recipes.get(recipe).edit(seed=seed)
+    if epochs is not None:
+        experiment = experiment.edit(epochs=epochs)
     run, log = folder / recipe, folder / f"{recipe}.log"
-    words = ["pretrain", recipe, "--out", str(run), "--epochs", str(epochs), "--seed", str(seed), "--device", "cpu"]
+    words = ["pretrain", recipe, "--out", str(run), "--device", "cpu"]
+    words += ["--epochs", str(experiment.epochs), "--seed", str(seed)]
     # Two processes of one thread each get more done on two cores than two threads in turn.
     threads = str(max(1, (os.cpu_count() or 2) // len(METHODS)))
     with open(log, "wb") as output:
@@ -133,14 +136,14 @@ def _start(name: str, recipe: str, folder: Path, epochs: int | None, seed: int) 
             [sys.executable, "-m", "co2.cli", *words],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": threads},
+            env={**os.environ, **_KEPT_MEMORY, "OMP_NUM_THREADS": threads},
         )
-    return _Run(name, run, epochs, process, log)
+    return _Run(name, run, experiment, process, log)
 
 
 def _watch(runs: list[_Run], console: Console) -> None:
     """Show how the runs get on until all have ended."""
-    with _ended_with_us(runs), Live(console=console, refresh_per_second=4, transient=False) as live:
+    with Live(console=console, refresh_per_second=4, transient=False) as live:
         shown: dict[str, float] = {}
         while any(run.process.poll() is None for run in runs) or any(not run.seconds for run in runs):
             values = {run.name: run.latest() for run in runs}
@@ -178,7 +181,7 @@ def _progress_table(runs: list[_Run], values: Mapping[str, Mapping[str, Any]]) -
         row = values[run.name]
         table.add_row(
             run.name,
-            f"{row.get('epoch', 0):.1f}/{run.epochs}",
+            f"{row.get('epoch', 0):.1f}/{run.experiment.epochs}",
             _number(row.get("instance"), ".3f"),
             _number(row.get("consistency"), ".3f"),
             _number(row.get("top1"), ".1%"),
@@ -200,36 +203,62 @@ def _print_epochs(
         shown[run.name] = epoch
         losses = f"L_ins {row['instance']:.3f}  L_con {row['consistency']:.3f}"
         knn = _number(row.get("knn_top1"), ".1%")
-        console.print(f"{run.name:<11} epoch {epoch:>2}/{run.epochs}  {losses}  kNN {knn}")
+        console.print(f"{run.name:<11} epoch {epoch:>2}/{run.experiment.epochs}  {losses}  kNN {knn}")
 
 
 def _number(value: float | None, style: str) -> str:
     return "-" if value is None else format(value, style)
 
 
-def _galleries(
-    backbones: Mapping[str, nn.Module], experiment: Experiment, bank: ImageSource, test: ImageSource
-) -> tuple[Gallery, ...]:
-    """The first held-out picture of each of a few classes, and its neighbours under every network."""
-    assert test.labels is not None
-    first = {int(label): place for place, label in reversed(list(enumerate(test.labels)))}
-    chosen = [first[label] for label in sorted(first)][:: max(1, len(first) // GALLERY_QUERIES)][:GALLERY_QUERIES]
-    queries = test.subset(chosen)
-    found = {
-        name: nearest(
-            embed(backbone, bank, experiment.views).features,
-            embed(backbone, queries, experiment.views).features,
-            GALLERY_NEIGHBOURS,
+class _Neighbours:
+    """A few held-out pictures, and which pictures of the bank each network finds nearest to them."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        import torch
+
+        from co2.data.open import open_data
+
+        torch.set_num_threads(1)  # the runs have a core each, and threads that wait for one another would take it away
+        self.experiment = experiment
+        self.data = open_data(experiment.data)
+        assert self.data.bank is not None
+        assert self.data.test is not None
+        assert self.data.test.labels is not None
+        self.bank: ImageSource = self.data.bank
+        # The first picture of each of a few classes.
+        first = {int(label): place for place, label in reversed(list(enumerate(self.data.test.labels)))}
+        chosen = [first[label] for label in sorted(first)][:: max(1, len(first) // GALLERY_QUERIES)]
+        self.queries: ImageSource = self.data.test.subset(chosen[:GALLERY_QUERIES])
+        self.found: dict[str, list[list[int]]] = {}  # for each network [queries, neighbours], in the order of the page
+
+    def look_up_untrained(self) -> None:
+        from co2.engine.mechanisms import build_mechanism
+
+        self._look_up(UNTRAINED, build_mechanism(self.experiment, len(self.data.train)).encoder.backbone)
+
+    def look_up_trained(self, run: _Run) -> None:
+        from co2.checkpoint import load_backbone
+
+        self._look_up(run.name, load_backbone(run.folder))
+
+    def _look_up(self, name: str, backbone: nn.Module) -> None:
+        from co2.evaluation.knn import embed
+        from co2.measures.knn import nearest
+
+        bank, queries = (
+            embed(backbone, source, self.experiment.views).features for source in (self.bank, self.queries)
+        )  # [bank, F], [queries, F]
+        self.found[name] = nearest(bank, queries, GALLERY_NEIGHBOURS).tolist()
+
+    def galleries(self) -> tuple[Gallery, ...]:
+        """One for each held-out picture."""
+        return tuple(
+            Gallery(
+                _picture(self.queries, place),
+                {name: [_picture(self.bank, row) for row in rows[place]] for name, rows in self.found.items()},
+            )
+            for place in range(len(self.queries))
         )
-        for name, backbone in backbones.items()
-    }  # [queries, neighbours] each
-    return tuple(
-        Gallery(
-            _picture(queries, place),
-            {name: [_picture(bank, int(row)) for row in rows[place]] for name, rows in found.items()},
-        )
-        for place in range(len(queries))
-    )
 
 
 def _picture(source: ImageSource, index: int) -> Picture:

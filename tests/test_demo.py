@@ -8,7 +8,8 @@ import sys
 import pytest
 
 import co2
-from co2.demo import demo
+from co2 import recipes
+from co2.demo import _ended_with_us, _Run, demo
 from co2.report.runs import read_run
 
 
@@ -43,6 +44,18 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path):
     with pytest.raises(co2.UserError, match=r"holiday\.jpg.*--out"):
         demo(str(tmp_path))
     assert (tmp_path / "holiday.jpg").read_bytes() == b"precious"
+
+
+def test_the_runs_start_before_torch_is_loaded_to_watch_them():
+    subprocess.run([sys.executable, "-c", "import co2.demo, sys; assert 'torch' not in sys.modules"], check=True)
+
+
+def test_the_runs_end_when_the_demo_does(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    run = _Run("MoCo", tmp_path, recipes.demo_moco(), process, tmp_path / "log")
+    with pytest.raises(KeyboardInterrupt), _ended_with_us([run]):
+        raise KeyboardInterrupt
+    assert process.poll() is not None
 
 
 @pytest.mark.slow
