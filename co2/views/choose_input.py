@@ -147,7 +147,7 @@ def choose_input(
         return with_workers("as asked for")
     if wanted == "jpeg":
         if on_gpu and (problem := _no_jpegs_on(device)):
-            raise UserError(f"JPEGs cannot be decoded on this GPU ({problem}). Use --input auto or workers.")
+            raise UserError(f"JPEGs cannot be decoded on this GPU ({problem}). Use --execution.input auto or workers.")
         return jpeg("as asked for")
     if wanted == "resident":
         most_bytes = budget_bytes
@@ -157,7 +157,8 @@ def choose_input(
             return resident(most_bytes)
         except (DoesNotFit, torch.cuda.OutOfMemoryError) as error:
             raise UserError(
-                f"The images of '{source.name}' do not fit ({_reason(error)}). Use --input auto, jpeg or workers."
+                f"The images of '{source.name}' do not fit ({_reason(error)}). "
+                "Use --execution.input auto, jpeg or workers."
             ) from None
 
     if not on_gpu:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from co2.data.source import BadImage, ImageSource
 from co2.errors import RunError, UserError
@@ -189,8 +189,9 @@ def load_images(
     while done < len(source):
         sampler = _BatchesOfAnEpoch()
         sampler.batches = torch.arange(done, len(source)).split(_READ_AT_ONCE)
+        loader = _data_loader(_WholeImages(source), sampler, workers)
         try:
-            for pack in cast(Iterator[_Pack], _checked(_data_loader(_WholeImages(source), sampler, workers))):
+            for pack in cast(Iterator[_Pack], _checked(loader)):
                 sizes[done : done + len(pack.sizes)] = pack.sizes
                 done += len(pack.sizes)
                 bad |= pack.bad
@@ -202,11 +203,21 @@ def load_images(
             lost += 1
             if lost > _WORKERS_TO_LOSE:
                 raise
+        finally:
+            _end_workers(loader)
     heights, widths = sizes.unbind(1)  # [N] each
     lengths = 3 * heights * widths
     offsets = lengths.cumsum(0) - lengths  # [N]
     heights, widths, offsets = heights.to(device), widths.to(device), offsets.to(device)
     return ImagesOnDevice(buffer.pixels[: buffer.used], offsets, heights, widths, bad), lost
+
+
+def _end_workers(loader: DataLoader[Any]) -> None:
+    """Here, and not when nobody knows the loader any more: whoever keeps an error keeps the loader with it, and a
+    process does not end while it has workers."""
+    iterator: Any = loader._iterator
+    if iterator is not None:
+        iterator._shutdown_workers()
 
 
 def _load_stacked(stacked: np.ndarray, device: torch.device, most_bytes: int | None) -> ImagesOnDevice:

@@ -167,7 +167,7 @@ def test_nine_tenths_of_the_free_memory_are_the_limit_where_it_is_asked_for():
         return ArraySource("zeros", np.zeros((count, 3, 64, 64), dtype=np.uint8))  # 12,288 bytes each
 
     assert chosen(zeros(73), wanted="resident")[0] == "resident"
-    with pytest.raises(UserError, match=r"'zeros' do not fit .* Use --input auto"):
+    with pytest.raises(UserError, match=r"'zeros' do not fit .* Use --execution.input auto"):
         chosen(zeros(74), wanted="resident")
     with pytest.raises(UserError, match="do not fit"):
         chosen(NOISE, CPU, wanted="resident", budget_bytes=1000)

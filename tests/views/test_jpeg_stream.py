@@ -33,6 +33,7 @@ from PIL import Image
 from co2.data.decode import decode_image
 from co2.data.folder import FileSource
 from co2.data.open import open_data
+from co2.data.pack_writer import write_pack
 from co2.data.shard_writer import write_shards
 from co2.data.shards import ShardSource
 from co2.data.source import ArraySource, BadImage
@@ -96,12 +97,14 @@ def test_decoding_few_at_once_changes_nothing(tmp_path, monkeypatch):
     assert_same_batches(list(jpeg_views(source, views=3).epoch(0)), list(view_loader(source, views=3).epoch(0)))
 
 
-def test_shards_and_arrays(tmp_path):
+def test_shards_packs_and_arrays(tmp_path):
     folder_of(tmp_path / "images", 20, bad=(2,))
     write_shards(tmp_path / "images", tmp_path / "shards", count=3)
     shards = ShardSource("shards", sorted(map(str, (tmp_path / "shards").glob("*.tar"))))
+    write_pack(tmp_path / "images", tmp_path / "pack", workers=0)
+    pack = open_data(str(tmp_path / "pack")).train
     array = ArraySource("noise", np.random.default_rng(0).integers(0, 256, (20, 3, 12, 12), dtype=np.uint8))
-    for source in (shards, array, array.subset([9, 4, 3, 2, 7, 1, 0, 19])):
+    for source in (shards, pack, array, array.subset([9, 4, 3, 2, 7, 1, 0, 19])):
         assert_same_batches(list(jpeg_views(source).epoch(0)), list(view_loader(source).epoch(0)))
 
 

@@ -1,5 +1,6 @@
 """Images that lie on the device give the batches of ViewLoader, and what is wrong with them is told when they load."""
 
+import multiprocessing
 import os
 import re
 import sys
@@ -203,6 +204,15 @@ def test_workers_that_die_again_and_again_are_no_accident():
         resident_views(Deadly(40), workers=1)
 
 
+@pytest.mark.parametrize("wrong", [{"bad": range(200)}, {"most_bytes": 1000}])
+def test_no_worker_outlives_a_failure(wrong):
+    source = Pictures(200, bad=wrong.pop("bad", ()))
+    with pytest.raises((RunError, DoesNotFit)) as kept:  # and with it the frames of the loader
+        resident_views(source, workers=2, **wrong)
+    assert kept.tb is not None
+    assert multiprocessing.active_children() == []
+
+
 class Mistaken(Pictures):
     def image(self, index):
         raise UserError("Install the missing package.")
@@ -213,6 +223,7 @@ def test_a_users_mistake_is_told_as_it_is(workers):
     with pytest.raises(UserError) as refusal:
         resident_views(Mistaken(40), workers=workers)
     assert str(refusal.value) == "Install the missing package."
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize(("size", "said"), [(41, "at most 40"), (1, "at least 2")])
