@@ -113,7 +113,7 @@ def evaluate_checkpoints(
     if len(found) < _FEWEST_CHECKPOINTS:
         raise UserError(
             f"{run} has {len(found)} checkpoints, and it takes {_FEWEST_CHECKPOINTS} to speak of a correlation. Give a "
-            "run folder that has kept more of them."
+            "run folder that has kept more of them: `co2 pretrain` does with --monitoring.keep-every 1."
         )
     evaluations = []
     for path in found:

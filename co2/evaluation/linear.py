@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from co2.data.open import DataSplits
-from co2.evaluation.features import Embedding, embed, embed_crops, preparation, ready
+from co2.evaluation.features import Embedding, embed, embed_crops, preparation, random_views, ready
 from co2.evaluation.labels import LabelledSplit, accuracies, balanced_subset, labelled_split
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation, finite
@@ -30,7 +30,6 @@ from co2.evaluation.specification import LINEAR_PAPER as PAPER
 from co2.evaluation.specification import LINEAR_QUICK as QUICK
 from co2.evaluation.specification import LinearSettings
 from co2.evaluation.subject import Subject
-from co2.views.loader import ViewLoader
 
 __all__ = ["PAPER", "QUICK", "LinearSettings", "evaluate"]
 
@@ -94,12 +93,12 @@ def _by_sgd(
     )
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, list(settings.milestones), settings.decay)
     views = replace(subject.views, crop_scale=settings.crop_scale, flip_probability=0.5 if settings.flips else 0.0)
-    loader = ViewLoader(
+    loader = random_views(
         split.train,
         views,
-        views=1,
-        batch_size=min(settings.batch_size, len(split.train)),
+        batch_size=settings.batch_size,
         seed=seed,
+        device=device,
         workers=workers,
         smallest=1,
     )

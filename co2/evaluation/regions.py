@@ -45,7 +45,7 @@ def pad_objects(boxes: list[Tensor], labels: list[Tensor]) -> Objects:
 class Proposals(RegionProposalNetwork):
     """Where an object might be, whatever it is."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, images: ImageList, features: dict[str, Tensor], objects: Objects | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The proposals of each image, [P_i, 4], and in training the two losses."""
@@ -102,7 +102,7 @@ class Proposals(RegionProposalNetwork):
 class Regions(RoIHeads):
     """What is in each proposal, and where exactly."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         features: dict[str, Tensor],
         proposals: list[Tensor],

@@ -19,7 +19,7 @@ from torch import nn
 from co2.data.open import DataSplits
 from co2.data.source import ImageSource
 from co2.errors import UserError
-from co2.evaluation.features import embed, preparation, ready
+from co2.evaluation.features import embed, preparation, random_views, ready
 from co2.evaluation.labels import LabelledSplit, accuracies, balanced_subset, check_classes, labelled_split
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation, finite
@@ -28,7 +28,6 @@ from co2.evaluation.specification import SEMI_SUPERVISED_PAPER_V1 as PAPER_V1
 from co2.evaluation.specification import SEMI_SUPERVISED_QUICK as QUICK
 from co2.evaluation.specification import SemiSupervisedSettings
 from co2.evaluation.subject import Subject
-from co2.views.loader import ViewLoader
 
 __all__ = ["PAPER", "PAPER_V1", "QUICK", "SemiSupervisedSettings", "evaluate", "parameter_groups"]
 
@@ -122,14 +121,7 @@ class _Training:
         )
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, list(self.milestones), settings.decay)
         views = replace(subject.views, crop_scale=settings.crop_scale)
-        loader = ViewLoader(
-            subset,
-            views,
-            views=1,
-            batch_size=min(settings.batch_size, len(subset)),
-            seed=seed,
-            workers=workers,
-        )
+        loader = random_views(subset, views, batch_size=settings.batch_size, seed=seed, device=device, workers=workers)
         assert subset.labels is not None
         labels = torch.from_numpy(np.asarray(subset.labels)).to(device)  # [n]
         prepare = preparation(views, device)

@@ -34,6 +34,8 @@ class Circumstances:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     workers: int = 0
     progress: Progress = SILENT
+    opened: dict[str, DataSplits] = field(default_factory=dict, repr=False, compare=False)
+    """Data that have been opened already: what is remembered of their images serves all protocols and subjects."""
 
     def __post_init__(self) -> None:
         if self.runs < 1:
@@ -185,7 +187,9 @@ def _material(protocol: str, circumstances: Circumstances) -> DataSplits | str:
         return circumstances.voc
     if not circumstances.data:
         raise UserError(f"{protocol} needs images: give --data, as for `co2 pretrain`.")
-    return open_data(circumstances.data)
+    if circumstances.data not in circumstances.opened:
+        circumstances.opened[circumstances.data] = open_data(circumstances.data)
+    return circumstances.opened[circumstances.data]
 
 
 def _changed(settings: Any, changes: Mapping[str, Any], protocol: str) -> Any:

@@ -1,10 +1,11 @@
 """PASCAL VOC classification: a linear support vector machine for each class, on frozen pooled features.
 
 The paper follows Goyal et al. 2019 ("Scaling and Benchmarking Self-Supervised Visual Representation Learning"):
-features of unit length, scikit-learn's LinearSVC (liblinear, squared hinge loss, dual) with positives weighing 2 and
+features of unit length, scikit-learn's LinearSVC (liblinear, squared hinge loss) with positives weighing 2 and
 negatives 1, and for each class the cost C that does best by average precision on a held-out part of the training set.
-The machine is then trained on all of it. As VOC does, an image that shows a class only in objects marked difficult
-counts neither for nor against it, in training and in testing.
+The machine is then trained on all of it. liblinear's primal and dual solvers have the same solution; the one with the
+smaller problem is used (Goyal et al. use the dual, which for high costs gives up before it gets there). As VOC does, an
+image that shows a class only in objects marked difficult counts neither for nor against it, in training and in testing.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def _fitted(features: np.ndarray, labels: np.ndarray, cost: float, settings: Svm
         class_weight={1: settings.positive_weight, -1: 1.0},
         penalty="l2",
         loss="squared_hinge",
-        dual=True,
+        dual=len(features) < features.shape[1],
         tol=1e-4,
         max_iter=settings.iterations,
         random_state=seed,

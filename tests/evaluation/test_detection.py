@@ -181,7 +181,7 @@ def test_boxes_stay_exact_where_features_are_rounded():
     model = Detector(narrow_subject("standard"), 1, dataclasses.replace(SMALL, score_threshold=0.0)).eval()
     anchors = []
     model.proposals.anchor_generator.register_forward_hook(lambda module, inputs, outputs: anchors.extend(outputs))
-    images = torch.randn(1, 3, 32, 1024)
+    images = torch.randn(1, 3, 32, 1024, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         exact, _ = model(images, [(32, 1024)])
         with torch.autocast("cpu", torch.bfloat16):
@@ -189,7 +189,8 @@ def test_boxes_stay_exact_where_features_are_rounded():
     assert anchors[1].dtype == torch.float32
     assert torch.equal(anchors[0], anchors[1])
     assert rounded[0]["boxes"].dtype == rounded[0]["scores"].dtype == torch.float32
-    assert len(exact[0]["boxes"]) == len(rounded[0]["boxes"])
+    # Scores are rounded, so that one of two overlapping boxes may make way for the other or not.
+    assert len(exact[0]["boxes"]) == pytest.approx(len(rounded[0]["boxes"]), abs=3)
 
 
 def test_boxes_follow_their_image():

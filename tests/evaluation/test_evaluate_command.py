@@ -10,6 +10,7 @@ from PIL import Image
 
 from co2.cli import main
 from co2.data.shapes import write_shapes
+from co2.engine.pretrain import pretrain
 from co2.errors import UserError
 from co2.evaluation import presets, suite
 from co2.evaluation.presets import PROTOCOLS, settings_of
@@ -172,3 +173,19 @@ def test_records_are_json_for_every_reader(tmp_path):
     assert record["numbers"]["mAP"] is None
     assert record["settings"]["costs"] == [1.0, 2.0]
     assert record["details"]["by_k"] == {"1": None}
+
+
+def test_how_label_free_measures_follow_knn_over_kept_checkpoints(tiny, tmp_path, capsys):
+    experiment = tiny(epochs=6, monitoring={"keep_every": 1, "evaluate_every": 6})
+    run = pretrain(experiment, out=tmp_path / "run")
+    capsys.readouterr()
+    assert main(["evaluate", "label-free", str(run), "--checkpoints", "--images", "40", "--k", "5", *CPU]) == 0
+    printed = capsys.readouterr().out
+    assert "rank correlation with kNN" in printed
+    assert all(f"step-{3 * epoch:09d}" in printed for epoch in range(1, 7))
+    summary = json.loads((run / "evaluation" / "summary-label-free.json").read_text())
+    assert len(summary["results"]) == 6
+    assert all("knn_top1" in row["numbers"] for row in summary["results"])
+    followed = summary["rank_correlation_with_knn"]
+    assert followed.keys() == {"alignment", "uniformity", "rankme", "neighbour_agreement"}
+    assert all(value is None or -1 <= value <= 1 for value in followed.values())

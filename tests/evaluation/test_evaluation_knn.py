@@ -31,6 +31,24 @@ def test_a_saved_backbone_scores_what_its_run_measured(tiny, rows, tmp_path):
     assert result.details["leave_one_out"] is False
 
 
+def test_small_views_are_read_once_for_all_who_look_at_them(monkeypatch):
+    data, reads = open_data("shapes:30:16"), []
+    read = type(data.train).image
+    monkeypatch.setattr(type(data.train), "image", lambda self, index: reads.append(index) or read(self, index))
+    first = embed(Mean(), data.train, open_subject("random:co2/resnet10-narrow", view_size=16).views)
+    assert sorted(reads) == list(range(30))
+    larger = open_subject("random:co2/resnet10-narrow", view_size=24).views
+    assert torch.equal(embed(Mean(), data.train, dataclasses.replace(larger, size=16)).features, first.features)
+    assert len(reads) == 30
+    embed(Mean(), data.train, larger)  # of another size
+    assert len(reads) == 60
+    monkeypatch.setattr(features, "REMEMBERED_BYTES", 1000)
+    other = open_data("shapes:30:16").train
+    for _ in range(2):  # too large to be kept
+        embed(Mean(), other, larger)
+    assert len(reads) == 120
+
+
 @pytest.fixture
 def subject():
     return open_subject("random:co2/resnet10-narrow", view_size=16)
