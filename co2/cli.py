@@ -353,6 +353,12 @@ def _bench(words: list[str]) -> int:
     return run(words)
 
 
+def _plan(words: list[str]) -> int:
+    from co2.bench.command import plan
+
+    return plan(words)
+
+
 @dataclass(frozen=True)
 class ReportSettings:
     """Compare run folders on one self-contained HTML page: curves, outcomes, and what differs in their settings."""
@@ -392,6 +398,7 @@ COMMANDS: dict[str, Command] = {
     "report": Command("report RUN ...", "run folders on one page: curves, outcomes, what differs", _report),
     "study": Command("study NAME", "the paper's comparisons and ablations, or your own, as grids of runs", _study),
     "bench": Command("bench KIND", "how fast training and its parts are on your machine", _bench),
+    "plan": Command("plan RECIPE", "how long a run takes on your machine, and how much memory and energy", _plan),
     "data": Command("data KIND", "write pictures to try things on, tar shards, or a packed copy of any images", _data),
 }
 

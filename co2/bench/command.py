@@ -1,4 +1,4 @@
-"""`co2 bench`: how fast the objective, the training step, the input path and all of it together are on this machine.
+"""`co2 bench` and `co2 plan`: how fast training and its parts are on this machine, and what follows from it.
 
 Nothing here imports torch before there is something to measure.
 """
@@ -11,17 +11,22 @@ from typing import TypeVar
 import tyro
 
 from co2 import recipes
-from co2.bench.specification import StepBenchmark
+from co2.bench.specification import InputBenchmark, PlanSettings, StepBenchmark, TrainBenchmark
 from co2.config import Experiment
 from co2.errors import UserError, did_you_mean
 
 USAGE = """\
 usage: co2 bench step [RECIPE] [--kinds eager captured compiled] [--steps N] [--out DIR] [any setting of the recipe]
+       co2 bench input DATA | --make N [--size 480x384] [--keep DIR] [--inputs resident jpeg workers] [--recipe NAME]
+       co2 bench train [RECIPE] --data PATH [--seconds N | --steps N] [--out DIR] [any setting of the recipe]
+       co2 bench train [RECIPE] --images N ... [--queue K ...]
        co2 bench loss [--rows B ...] [--negatives K ...] [--backends ...] [--out DIR]
 
   step    the training step alone: images/s, memory, where the time goes, how far from the device's bound
+  input   the way of images to the device alone: images/s by each way, and by each piece of the work
+  train   everything together: images/s, waiting, where the time goes; or the cost of an image by size of the data set
   loss    time and memory of the objective: fused, compiled and plain (needs a CUDA GPU)"""
-STEP_RECIPE = "moco-small"
+RECIPE = "moco-small"
 
 Settings = TypeVar("Settings")
 
@@ -46,23 +51,67 @@ def _loss(words: list[str]) -> None:
 
 
 def _step(words: list[str]) -> None:
-    experiment, settings = parse(StepBenchmark, words, "co2 bench step", STEP_RECIPE)
+    experiment, settings = parse(StepBenchmark, words, "co2 bench step", RECIPE)
     from co2.bench.step import run
 
     run(experiment, settings)
+
+
+def _input(words: list[str]) -> None:
+    data = words[0] if words and not words[0].startswith("-") else None
+    settings, rest = _own_settings(InputBenchmark, words if data is None else words[1:], "co2 bench input")
+    experiment = _experiment(settings.recipe, rest, "co2 bench input")
+    from co2.bench.input import run
+
+    run(experiment, settings, data)
+
+
+def _train(words: list[str]) -> None:
+    experiment, settings = parse(TrainBenchmark, words, "co2 bench train", RECIPE)
+    from co2.bench.train import run
+
+    run(experiment, settings)
+
+
+def plan(words: list[str]) -> int:
+    """`co2 plan`; returns the exit code."""
+    if not words or words[0] in ("-h", "--help"):
+        print(
+            "usage: co2 plan RECIPE --images N [--epochs E] [--data PATH] [any setting of the recipe]\n\n"
+            "Trains for some seconds and says how long the whole run takes on this machine, how much memory, and how\n"
+            "much energy. With --data PATH the reading of images is measured, too. `co2 recipes` lists the recipes."
+        )
+        return 0
+    if words[0].startswith("-"):
+        raise UserError("Name the recipe first: co2 plan RECIPE --images N. `co2 recipes` lists them all.")
+    experiment, settings = parse(PlanSettings, words, "co2 plan", RECIPE)
+    from co2.bench.plan import plan
+
+    plan(experiment, settings)
+    return 0
 
 
 def parse(kind: type[Settings], words: list[str], command: str, recipe: str) -> tuple[Experiment, Settings]:
     """An experiment and a benchmark's own settings from the same line: RECIPE first, then settings of both."""
     if words and not words[0].startswith("-"):
         recipe, words = words[0], words[1:]
-    default = recipes.get(recipe)
-    settings, rest = tyro.cli(kind, args=words, prog=f"{command} {recipe}", return_unknown_args=True)
-    experiment = tyro.cli(Experiment, args=rest, default=default, prog=f"{command} {recipe}")
-    return experiment, settings
+    recipes.get(recipe)  # a mistake in its name is told before others
+    settings, rest = _own_settings(kind, words, f"{command} {recipe}")
+    return _experiment(recipe, rest, f"{command} {recipe}"), settings
+
+
+def _own_settings(kind: type[Settings], words: list[str], command: str) -> tuple[Settings, list[str]]:
+    """A benchmark's own settings, and the words that are none of them."""
+    return tyro.cli(kind, args=words, prog=command, return_unknown_args=True)
+
+
+def _experiment(recipe: str, words: list[str], command: str) -> Experiment:
+    return tyro.cli(Experiment, args=words, default=recipes.get(recipe), prog=command)
 
 
 BENCHMARKS: dict[str, Callable[[list[str]], None]] = {
     "step": _step,
+    "input": _input,
+    "train": _train,
     "loss": _loss,
 }

@@ -65,7 +65,9 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 def device_name(device: torch.device) -> str:
     """The same in a few words."""
     facts = device_facts(device)
-    return str(facts["name"]) if device.type == "cuda" else f"{facts['threads']} CPU threads"
+    if device.type == "cuda":
+        return str(facts["name"])
+    return f"CPU ({facts['threads']} thread{'s' if facts['threads'] != 1 else ''})"
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:

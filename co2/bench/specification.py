@@ -28,6 +28,74 @@ class StepBenchmark:
         _at_least_one(self, "steps")
 
 
+@dataclass(frozen=True)
+class InputBenchmark:
+    """How fast images become batches of views by themselves, without a training step.
+
+    Every setting of `co2 pretrain RECIPE` can be given beside these."""
+
+    make: int | None = None
+    """Write so many JPEGs that are like photographs, and read those in place of DATA."""
+    size: str = "480x384"
+    """Width and height of these."""
+    keep: str = ""
+    """Folder for them, to be used again; by default a temporary one."""
+    recipe: str = "moco-v2"
+    """Whose views and batches to make."""
+    inputs: tuple[Input, ...] = ("auto",)
+    """Ways for images to take, to compare with each other."""
+    seconds: float = 10.0
+    """How long to measure each."""
+    out: str = ""
+    """Folder for the record (input.json), or a file that ends in .json."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "make", "seconds")
+
+
+@dataclass(frozen=True)
+class TrainBenchmark:
+    """How fast training is with everything in it: reading, views, steps, logging, but no monitoring or checkpoints.
+
+    Every setting of `co2 pretrain RECIPE` can be given beside these, --data first of all."""
+
+    seconds: float = 20.0
+    """How long to train after everything is warm."""
+    steps: int | None = None
+    """Train for so many steps instead."""
+    images: tuple[int, ...] = ()
+    """Train on data sets of noise of these sizes, one after the other, in place of --data: is the cost of an image
+    the same?"""
+    queue: tuple[int, ...] = ()
+    """Likewise with these numbers of negatives."""
+    out: str = ""
+    """Folder for the record (train.json), or a file that ends in .json."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "seconds", "steps")
+        if any(number < 1 for number in (*self.images, *self.queue)):
+            raise UserError("--images and --queue take numbers of images and of negatives, above 0.")
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """How long a run will take on this machine, by a short measurement of its training step.
+
+    Every setting of `co2 pretrain RECIPE` can be given beside these, --epochs first of all."""
+
+    images: int | None = None
+    """How many images there will be; by default as many as --data has."""
+    data: str = ""
+    """The images, or some of them: then reading them is measured, too."""
+    seconds: float = 15.0
+    """How long to measure after everything is warm."""
+    out: str = ""
+    """Folder for the record (plan.json), or a file that ends in .json."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "images", "seconds")
+
+
 def _at_least_one(settings: object, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)

@@ -7,13 +7,14 @@ that the stopwatch costs the first one nothing.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,7 +47,7 @@ _STEPS_WITH_STOPWATCH = 20
 _IMAGES = 50_000  # of the data set that there is not; a memory bank has as many rows
 _MANY_STEPS = 10**6  # of the run that there is not
 _DIFFERENT_BATCHES = 2
-UNTIL_FAST = WARM_UP + 1  # steps until a captured one is replayed for the first time
+UNTIL_FAST = WARM_UP + 1  # steps until a captured one has been replayed for the first time
 FORWARD_AND_LOSS = "both forward passes and loss"
 """A part of a compiled step, whose forward passes are one piece."""
 
@@ -84,11 +85,12 @@ def run(experiment: Experiment, settings: StepBenchmark) -> dict[str, Any]:
     check_kinds(kinds, device)
     rates = measure_rates(device)
     bound = bound_of(experiment, rates, number_bytes_on(device))
-    libraries = prepare_libraries(experiment, device)
-    found = []
-    for kind in kinds:
-        edited = experiment.edit(execution={"step": kind})
-        found.append(measure_step(edited, device, settings.steps))
+    with explained(experiment):
+        libraries = prepare_libraries(experiment, device)
+        found = [
+            measure_step(experiment.edit(execution={"step": kind}), device, settings.steps)
+            for kind in dict.fromkeys(kinds)
+        ]
     batch = experiment.batch_size
     record = provenance(device) | {
         "experiment": asdict(experiment),
@@ -108,6 +110,18 @@ def check_kinds(kinds: tuple[Step, ...], device: torch.device) -> None:
     wrong = [kind for kind in kinds if kind in ("captured", "compiled")]
     if wrong and device.type != "cuda":
         raise UserError(f"A step is only {wrong[0]} on a GPU. Use eager or auto on this device, {device}.")
+
+
+@contextlib.contextmanager
+def explained(experiment: Experiment) -> Iterator[None]:
+    """Says in a sentence that a step does not fit into the GPU's memory."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise UserError(
+            f"A step with a batch of {experiment.batch_size} does not fit into this GPU's memory. "
+            f"Try --batch-size {experiment.batch_size // 2}, or a smaller --views.size."
+        ) from error
 
 
 # ---------------------------------------------------------------- how it is measured
@@ -153,7 +167,7 @@ def measure_step(experiment: Experiment, device: torch.device, steps: int | None
     start = time.perf_counter()
     trainer = Trainer(experiment, _IMAGES, _MANY_STEPS, device, tell=notes.append)
     take = endless_steps(trainer, batches)
-    for _ in range(UNTIL_FAST):
+    for _ in range(warm_up_steps(device)):
         take()
     wait_for(device)
     start_seconds = time.perf_counter() - start
@@ -165,6 +179,11 @@ def measure_step(experiment: Experiment, device: torch.device, steps: int | None
     release(device)
     parts, parts_of = measure_parts(experiment, device, batches, notes)
     return StepMeasurement(kind, seconds, start_seconds, memory, reserved, parts, parts_of, notes)
+
+
+def warm_up_steps(device: torch.device) -> int:
+    """Steps until one has its full speed."""
+    return UNTIL_FAST if device.type == "cuda" else 1
 
 
 def endless_steps(trainer: Trainer, batches: list[Batch]) -> Callable[[], None]:
@@ -204,9 +223,11 @@ def time_of(take: Callable[[], None], steps: int, device: torch.device) -> float
 def measure_parts(
     experiment: Experiment, device: torch.device, batches: list[Batch], notes: list[str]
 ) -> tuple[dict[str, float], str]:
-    """Seconds of each part of a step, and the kind of step looked at: an eager one where the wanted one does not tell."""
+    """Seconds of each part of a step, and of which kind it was: an eager one where the wanted one does not tell."""
     try:
         return _parts(experiment, device, batches)
+    except torch.cuda.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         if experiment.execution.step == "eager":
             raise
@@ -221,7 +242,7 @@ def _parts(experiment: Experiment, device: torch.device, batches: list[Batch]) -
     trainer.mechanism.lap = stopwatch.lap
     take = endless_steps(trainer, batches)
     started = time.perf_counter()
-    for _ in range(UNTIL_FAST):
+    for _ in range(warm_up_steps(device)):
         take()
         stopwatch.read()
     patience = 10 * (time.perf_counter() - started)
