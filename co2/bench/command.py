@@ -18,7 +18,7 @@ from co2.errors import UserError, did_you_mean
 USAGE = """\
 usage: co2 bench step [RECIPE] [--kinds eager captured compiled] [--steps N] [--out DIR] [any setting of the recipe]
        co2 bench input DATA | --make N [--size 480x384] [--keep DIR] [--inputs resident jpeg workers] [--recipe NAME]
-       co2 bench train [RECIPE] --data PATH [--seconds N | --steps N] [--out DIR] [any setting of the recipe]
+       co2 bench train [RECIPE] --data PATH | --make N [--seconds N | --steps N] [--out DIR] [any setting of the recipe]
        co2 bench train [RECIPE] --images N ... [--queue K ...]
        co2 bench loss [--rows B ...] [--negatives K ...] [--backends ...] [--out DIR]
 

@@ -24,7 +24,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from co2.bench.pictures import parse_size, write_pictures
 from co2.bench.record import provenance, show, write_record
-from co2.bench.specification import Input, InputBenchmark
+from co2.bench.specification import Input, InputBenchmark, MadePictures
 from co2.bench.step import peak_memory_gib, release, wait_for
 from co2.config import Experiment
 from co2.data.decode import decode_image
@@ -93,7 +93,7 @@ def run(experiment: Experiment, settings: InputBenchmark, data: str | None) -> d
 
 
 @contextlib.contextmanager
-def made_pictures(settings: InputBenchmark) -> Iterator[str]:
+def made_pictures(settings: MadePictures) -> Iterator[str]:
     """A folder with `settings.make` pictures of `settings.size`."""
     assert settings.make is not None
     width, height = parse_size(settings.size)

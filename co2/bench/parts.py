@@ -57,7 +57,7 @@ def typical(steps: list[dict[str, float]]) -> dict[str, float]:
     return {part: statistics.median(step[part] for step in steps) for part in steps[0]}
 
 
-def shares(parts: dict[str, float], whole: float) -> dict[str, float]:
-    """What share of `whole` seconds each part takes, and what is between them."""
-    rest = max(0.0, whole - sum(parts.values()))
-    return {part: seconds / whole for part, seconds in (parts | {BETWEEN: rest}).items()}
+def shares(parts: dict[str, float], whole: float, rest: str = BETWEEN) -> dict[str, float]:
+    """What share of `whole` seconds each part takes, and what is left."""
+    left = max(0.0, whole - sum(parts.values()))
+    return {part: seconds / whole for part, seconds in (parts | {rest: left}).items()}

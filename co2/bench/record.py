@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -24,9 +25,10 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
     versions = {"python": platform.python_version(), "co2": co2.__version__, "torch": torch.__version__}
     if device.type == "cuda":
-        import triton
+        with contextlib.suppress(ImportError):
+            import triton
 
-        versions["triton"] = triton.__version__
+            versions["triton"] = triton.__version__
         versions["cudnn"] = str(torch.backends.cudnn.version())
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

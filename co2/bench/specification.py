@@ -29,17 +29,26 @@ class StepBenchmark:
 
 
 @dataclass(frozen=True)
-class InputBenchmark:
-    """How fast images become batches of views by themselves, without a training step.
-
-    Every setting of `co2 pretrain RECIPE` can be given beside these."""
+class MadePictures:
+    """Images for a benchmark that the user has none for."""
 
     make: int | None = None
-    """Write so many JPEGs that are like photographs, and read those in place of DATA."""
+    """Write so many JPEGs that are like photographs, and read those."""
     size: str = "480x384"
     """Width and height of these."""
     keep: str = ""
     """Folder for them, to be used again; by default a temporary one."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "make")
+
+
+@dataclass(frozen=True)
+class InputBenchmark(MadePictures):
+    """How fast images become batches of views by themselves, without a training step.
+
+    Every setting of `co2 pretrain RECIPE` can be given beside these."""
+
     recipe: str = "moco-v2"
     """Whose views and batches to make."""
     inputs: tuple[Input, ...] = ("auto",)
@@ -50,11 +59,12 @@ class InputBenchmark:
     """Folder for the record (input.json), or a file that ends in .json."""
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "make", "seconds")
+        super().__post_init__()
+        _at_least_one(self, "seconds")
 
 
 @dataclass(frozen=True)
-class TrainBenchmark:
+class TrainBenchmark(MadePictures):
     """How fast training is with everything in it: reading, views, steps, logging, but no monitoring or checkpoints.
 
     Every setting of `co2 pretrain RECIPE` can be given beside these, --data first of all."""
@@ -72,6 +82,7 @@ class TrainBenchmark:
     """Folder for the record (train.json), or a file that ends in .json."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _at_least_one(self, "seconds", "steps")
         if any(number < 1 for number in (*self.images, *self.queue)):
             raise UserError("--images and --queue take numbers of images and of negatives, above 0.")

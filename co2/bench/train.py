@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from co2.bench.input import endless_batches, open_loader
+from co2.bench.input import endless_batches, made_pictures, open_loader
 from co2.bench.parts import shares
 from co2.bench.record import device_name, provenance, show, write_record
 from co2.bench.roofline import bound_of, measure_rates, number_bytes_on
@@ -46,6 +46,8 @@ from co2.views.loader import Batch, ViewLoader
 from co2.views.resident import ResidentViews
 
 WAITING, MAKING_VIEWS = "waiting for data", "making views"
+THE_REST = "the rest"
+"""Copies and gaps between steps, and by how much steps are slower because images are decoded beside them."""
 _MANY_STEPS = 10**6  # of the run that there is not
 _NOISE_IMAGES = 50_000
 _DIFFERENT_IMAGES = 10_000  # of noise; larger data sets repeat them
@@ -103,6 +105,9 @@ def run(experiment: Experiment, settings: TrainBenchmark) -> dict[str, Any]:
     with explained(experiment):
         if settings.images or settings.queue:
             record = sweep(experiment, settings, device)
+        elif settings.make is not None:
+            with made_pictures(settings) as folder:
+                record = together(experiment.edit(data=folder), settings, device)
         else:
             record = together(experiment, settings, device)
     write_record(record, settings.out, "train")
@@ -133,7 +138,7 @@ def together(experiment: Experiment, settings: TrainBenchmark, device: torch.dev
         "step_seconds": step_seconds,
         "parts": around | parts,
         "parts_of": parts_of,
-        "shares": shares(around | parts, step_seconds),
+        "shares": shares(around | parts, step_seconds, THE_REST),
         "notes": notes,
     }
     present(experiment, device, record)

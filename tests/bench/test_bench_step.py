@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +119,12 @@ def test_a_compiled_step_has_its_forward_passes_in_one_piece(tiny: Any) -> None:
     (found,) = run(experiment, StepBenchmark(kinds=("compiled",), steps=5))["kinds"]
     assert found["kind"] == "compiled"
     assert FORWARD_AND_LOSS in found["parts"]
+
+
+def test_help_and_mistakes_are_told_without_torch() -> None:
+    code = (
+        "import sys\nfrom co2.cli import main\n"
+        "main(['bench']); main(['plan']); main(['bench', 'stepp']); main(['bench', 'step', 'moco-smal'])\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'heavy imports'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -36,12 +36,21 @@ def test_from_the_command_line_to_a_record(tmp_path: Path, capsys: pytest.Captur
     assert record["images_per_second"] == pytest.approx(56 / record["seconds"])
     assert record["share_of_bound"] == pytest.approx(record["images_per_second"] / record["bound"]["images_per_second"])
     assert 0 < record["waiting"] < 1
-    assert record["waiting"] == pytest.approx(record["loop_waiting"], rel=0.2)  # on a CPU there is only one clock
+    assert record["waiting"] == pytest.approx(record["loop_waiting"], rel=0.5)  # on a CPU there is only one clock
     assert record["shares"]["waiting for data"] == pytest.approx(record["waiting"])
     assert {"key forward", "query forward", "loss", "backward", "optimiser"} <= set(record["parts"])
     assert {"command", "commit", "versions", "device"} <= set(record)
     assert record["sentence"] in printed
     assert "waiting for data" in printed
+
+
+def test_pictures_can_be_made_for_it(tmp_path: Path) -> None:
+    words = ["bench", "train", "moco-small", *SMALL, "--make", "9", "--size", "40x32", "--keep", str(tmp_path / "made")]
+    assert main([*words, "--execution.input", "jpeg", "--steps", "2", "--out", str(tmp_path)]) == 0
+    record: dict[str, Any] = json.loads((tmp_path / "train.json").read_text())
+    assert record["images"] == 9
+    assert "JPEGs are read ahead" in record["sentence"]
+    assert len(list((tmp_path / "made").rglob("*.jpg"))) == 9
 
 
 def test_the_cost_of_an_image_by_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,9 +115,12 @@ def test_a_meter_takes_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     with meter:
         meter._thread.join(10)
     assert meter.watts == 200
-    with PowerMeter(CPU) as silent:
+
+
+def test_a_meter_without_readings_says_nothing() -> None:
+    with PowerMeter(CPU) as meter:
         pass
-    assert silent.watts is None
+    assert meter.watts is None
 
 
 def test_mistakes_are_told_plainly(tiny: Any, capsys: pytest.CaptureFixture[str]) -> None:
