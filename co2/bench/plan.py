@@ -158,7 +158,7 @@ def answer(experiment: Experiment, forecast: Forecast, speed: Speed, device: str
     name = experiment.encoder.backbone.partition("/")[2]
     lines = [
         f"{experiment.recipe} with {name}, {forecast.images:,} images, {forecast.epochs} epochs: about "
-        f"{in_time(forecast.seconds)} on this machine's {device} ({speed.images_per_second:,.0f} images/s), "
+        f"{in_time(forecast.seconds)} on this machine's {device} ({_rounded(speed.images_per_second)} images/s), "
         f"{memory}{energy}."
     ]
     if speed.input is None:
