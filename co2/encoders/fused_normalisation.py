@@ -164,7 +164,7 @@ class _NormaliseInGroups(torch.autograd.Function):
             )  # fmt: skip
             _merge_sums_kernel[_few(layout), layout.groups](
                 partial[0], partial[1], sums[0], sums[1], layout.channels, layout.stretches,
-                STRETCHES=triton.next_power_of_2(layout.stretches), CHANNELS=_MERGED,
+                STRETCHES=_together(layout), CHANNELS=_MERGED,
             )  # fmt: skip
             _input_gradient_kernel[_tiles(layout)](
                 dy if masked is None else masked, x, dx, weight, bias, mean, variance, sums[0], sums[1], dweight, dbias,
@@ -198,7 +198,7 @@ def _statistics(x: Tensor, layout: _Layout) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     _merge_statistics_kernel[_few(layout), layout.groups](
         partial[0], partial[1], whole[0], whole[1], *layout.arguments, layout.stretches, layout.stretch[0],
-        STRETCHES=triton.next_power_of_2(layout.stretches), CHANNELS=_MERGED,
+        STRETCHES=_together(layout), CHANNELS=_MERGED,
     )  # fmt: skip
     return whole[0], whole[1]
 
@@ -214,6 +214,11 @@ def _tiles(layout: _Layout) -> tuple[int, int, int]:
 
 def _few(layout: _Layout) -> int:
     return triton.cdiv(layout.channels, _MERGED)
+
+
+def _together(layout: _Layout) -> int:
+    """Stretches that a merging kernel is compiled for: the same for nearly all layers, so that few are compiled."""
+    return max(256, triton.next_power_of_2(layout.stretches))
 
 
 def _in_place(running: Running | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

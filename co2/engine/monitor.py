@@ -17,7 +17,7 @@ from co2.encoders.features import extract
 from co2.measures.knn import knn_accuracy
 from co2.measures.label_free import alignment, effective_rank, mean_norm, uniformity
 from co2.views.loader import Batch, ViewLoader, plain_batches
-from co2.views.transform import normalise
+from co2.views.transform import normalise, normalise_for_gpu
 
 KEPT_BYTES = 2**29  # decoded pictures up to this size stay in memory from one measurement to the next
 
@@ -33,6 +33,8 @@ class Monitor:
         self.health = _spread(splits.train, limits.health_images)
         self.bank = _spread(splits.bank, limits.bank_images) if splits.bank is not None else None
         self.queries = _spread(splits.test, limits.query_images) if splits.test is not None else None
+        # Small pictures keep a GPU busy only in large batches.
+        self.batch_size = 2048 if device.type == "cuda" and experiment.views.size <= 64 else 256
         self._kept: dict[str, list[Batch]] = {}
 
     def measure(self, encoder: Encoder) -> dict[str, float]:
@@ -58,7 +60,7 @@ class Monitor:
             self.health,
             self.experiment.views,
             views=2,
-            batch_size=min(256, len(self.health)),
+            batch_size=min(self.batch_size, len(self.health)),
             seed=self.experiment.seed,
             workers=self.workers,
         )
@@ -78,7 +80,7 @@ class Monitor:
     def _labelled_features(self, encoder: Encoder, name: str, source: ImageSource) -> tuple[Tensor, Tensor]:
         assert source.labels is not None
         size = self.experiment.views.size
-        batches = self._once(name, source, lambda: plain_batches(source, size, batch_size=256, workers=self.workers))
+        batches = self._once(name, source, lambda: plain_batches(source, size, self.batch_size, self.workers))
         features, images = self._extract(encoder.backbone, batches)  # [N, F], [N]
         return features, torch.from_numpy(source.labels)[images]
 
@@ -88,11 +90,12 @@ class Monitor:
             return self._kept[name]
         if 2 * len(source) * 3 * self.experiment.views.size**2 > KEPT_BYTES:
             return make()
-        self._kept[name] = list(make())
+        self._kept[name] = [replace(batch, views=batch.views.to(self.device)) for batch in make()]
         return self._kept[name]
 
     def _extract(self, network: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
-        return extract(network, batches, lambda views: normalise(views, self.experiment.views), self.device)
+        to_numbers = normalise_for_gpu if self.device.type == "cuda" else normalise
+        return extract(network, batches, lambda views: to_numbers(views, self.experiment.views), self.device)
 
 
 def _spread(source: ImageSource, limit: int) -> ImageSource:

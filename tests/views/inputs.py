@@ -83,7 +83,8 @@ def assert_nearly_the_same_batches(ours: list[Batch], theirs: list[Batch], level
         assert one.indices.tolist() == other.indices.tolist()
         assert (one.bad, one.total) == (other.bad, other.total)
         difference = (one.views.cpu().int() - other.views.int()).abs()
-        assert (difference > levels).float().mean() <= outside
+        beyond = (difference > levels).float().mean()
+        assert beyond <= outside, f"{beyond:.1%} by more than {levels}, the worst by {difference.max()}"
 
 
 def told(batches) -> str:

@@ -378,6 +378,10 @@ def test_a_captured_graph_makes_new_views_of_new_inputs(size: int) -> None:
     longest = max(len(pictures.pixels) for pictures, _ in batches)
     pictures, drawn = batches[0]
     pictures = dataclasses.replace(pictures, pixels=F.pad(pictures.pixels, (0, longest - len(pictures.pixels))))
+    drawn = dataclasses.replace(drawn, **{name: value.clone() for name, value in vars(drawn).items()})
+    pictures = dataclasses.replace(
+        pictures, **{name: getattr(pictures, name).clone() for name in ("offsets", "heights", "widths")}
+    )
     expected = [make_views(*batch, augmentation) for batch in batches]  # compiles the kernels
 
     torch.cuda.synchronize()
