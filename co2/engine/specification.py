@@ -64,6 +64,8 @@ class ExecutionSpecification:
     input: Literal["auto", "resident", "jpeg", "workers"] = "auto"
     """resident: all images on the GPU, augmented there; jpeg: decoded and augmented on the GPU; workers: by processes
     on the CPU; auto: the first of these that the data, the memory and the device allow."""
+    deterministic: bool = False
+    """On a GPU: the same bits every time, also after a resume, with slower convolutions. On a CPU they always are."""
     resident_gib: float | None = None
     """GPU memory for resident images; by default a quarter of what is free."""
 

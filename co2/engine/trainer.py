@@ -44,7 +44,9 @@ class Trainer:
         on_gpu = device.type == "cuda"
         self.mechanism = processes.each(lambda: build_mechanism(experiment, images)).to(device)
         if on_gpu:  # where convolutions want channels last
-            torch.backends.cudnn.benchmark = True  # shapes do not change, so the fastest algorithm is worth a search
+            # Shapes do not change, so the fastest algorithm is worth a search; but it may add up in any order.
+            torch.backends.cudnn.benchmark = not experiment.execution.deterministic
+            torch.backends.cudnn.deterministic = experiment.execution.deterministic
             self.mechanism.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         processes.divide_statistics(self.mechanism, experiment.encoder.groups)
         self.compare = processes.data_parallel(self.mechanism)

@@ -87,9 +87,8 @@ def disturb_and_compare(experiment, folder):
     return [measured[f"{one} and {other}"]["distance"] for one, other in pairs], moved
 
 
-@pytest.mark.gpu
-def test_a_continued_run_is_as_close_as_undisturbed_ones_are(tiny, tmp_path):
-    experiment = tiny(
+def small(tiny):
+    return tiny(
         data=f"shapes:{IMAGES}:32",
         device="cuda",
         epochs=4,
@@ -102,9 +101,20 @@ def test_a_continued_run_is_as_close_as_undisturbed_ones_are(tiny, tmp_path):
         optimisation={"learning_rate": 0.01},
         monitoring={"evaluate_every": 4},
     )
-    (among_undisturbed, *from_continued), moved = disturb_and_compare(experiment, tmp_path)
+
+
+@pytest.mark.gpu
+def test_a_continued_run_is_as_close_as_undisturbed_ones_are(tiny, tmp_path):
+    (among_undisturbed, *from_continued), moved = disturb_and_compare(small(tiny), tmp_path)
     assert moved > 0
     assert min(from_continued) <= among_undisturbed + TOLERANCE * moved
+
+
+@pytest.mark.gpu
+def test_a_deterministic_run_ends_with_the_same_bits(tiny, tmp_path):
+    distances, moved = disturb_and_compare(small(tiny).edit(execution={"deterministic": True}), tmp_path)
+    assert moved > 0
+    assert distances == [0.0, 0.0, 0.0]
 
 
 if __name__ == "__main__":
