@@ -83,17 +83,24 @@ def embed_crops(
     source: ImageSource,
     views: Augmentation,
     *,
-    epoch: int,
+    count: int,
     seed: int,
     device: torch.device,
     workers: int = 0,
     progress: Progress = SILENT,
-) -> Embedding:
-    """Pooled features of one random view of every image, in the order of that epoch. Unreadable images are replaced."""
+) -> list[Embedding]:
+    """Pooled features of a random view of every image, `count` times. Unreadable images are replaced by others."""
+    if not count:
+        return []
     loader = random_views(source, views, batch_size=BATCH, seed=seed, device=device, workers=workers, smallest=1)
-    batches = progress.track(loader.epoch(epoch), "Features of crops", loader.batches_per_epoch)
-    features, images = extract(ready(backbone, device), batches, preparation(views, device), device)
-    return Embedding(features, images, None if source.labels is None else torch.from_numpy(source.labels)[images])
+    network, prepare = ready(backbone, device), preparation(views, device)
+    progress.stage("Features of crops", count * loader.batches_per_epoch)
+    found = []
+    for epoch in range(count):
+        features, images = extract(network, _told(loader.epoch(epoch), source, progress), prepare, device)
+        labels = None if source.labels is None else torch.from_numpy(source.labels)[images]
+        found.append(Embedding(features, images, labels))
+    return found
 
 
 def random_views(
