@@ -3,9 +3,10 @@
     python benchmarks/demo_speed.py --against COMMIT --out results/demo-speed
 
 Each turn is a whole `co2 demo`: two runs side by side, and the page. Reported are the time from command to page, the
-processor time of everything in it, which other programs on the computer disturb less, and, from the runs' own
-records, how long a step waits for its views and how long the rest of it takes. Without --against, the present checkout
-alone is measured.
+processor time of everything in it, which other programs on the computer disturb less, and, from the runs' own records,
+how long a step waits for its views and how long the rest of it takes. The load average at the start of a turn is
+recorded too: where it is above 2, which is the demo's own, other programs were at work. Without --against, the present
+checkout alone is measured.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def main() -> None:
     }
     if before:
         record["commit_before"] = _commit(asked.against)
-        record["times_faster"] = {what: found["before"][what] / found["now"][what] for what in found["now"]}
+        record["times_faster"] = {
+            what: found["before"][what] / value for what, value in found["now"].items() if what != "load_at_start"
+        }
         # Other programs slow down neighbouring turns alike.
         record["times_faster_turn_by_turn"] = [
             round(earlier["seconds"] / later["seconds"], 3)
@@ -86,6 +89,7 @@ def main() -> None:
 
 def measure(code: Path, epochs: int, out: Path) -> dict[str, float]:
     """One demo by the package that lies in `code`."""
+    busy = os.getloadavg()[0]
     used, started = _processor_seconds(), time.perf_counter()
     _python(code, "-m", "co2.cli", "demo", "--out", str(out), "--epochs", str(epochs))
     measured = {"seconds": time.perf_counter() - started, "processor_seconds": _processor_seconds() - used}
@@ -95,7 +99,7 @@ def measure(code: Path, epochs: int, out: Path) -> dict[str, float]:
         step = 1000 * _images_per_step(out / RUNS[0]) / row["images_per_second"]
         views += row["waiting"] * step / len(rows)
         rest += (1 - row["waiting"]) * step / len(rows)
-    return measured | {"views_ms_per_step": views, "rest_ms_per_step": rest}
+    return measured | {"views_ms_per_step": views, "rest_ms_per_step": rest, "load_at_start": busy}
 
 
 def _training_rows(run: Path) -> list[dict[str, Any]]:
