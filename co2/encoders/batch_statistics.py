@@ -7,6 +7,7 @@ different companions (He et al. 2020, section 3.3, "Shuffling BN"). With one gro
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -94,10 +95,10 @@ class GroupedStatistics(_Layer):
             return super().forward(input)  # [N, C, ...]
         if takes_kernels(self, input):
             return _by_kernels(self, input, None, relu=False)
-        cuts = [image * self.rows_per_image for image in nearly_equal(images, count)[1:-1]]
         if torch.compiler.is_compiling() and images % count == 0 and type(self) in _PLAIN_KINDS:
             return self._in_one_expression(input, count)
-        parts = input.tensor_split(cuts)  # of [N, C, ...]
+        bounds = nearly_equal(images, count)
+        parts = input.split([(end - start) * self.rows_per_image for start, end in itertools.pairwise(bounds)])
         if self.momentum is None:  # a cumulative average: each group is a batch of its own
             return torch.cat([super(GroupedStatistics, self).forward(part) for part in parts])
         # Group i of g has momentum (m/g) / (1 - (g-i) m/g). The product of what the later groups leave of it

@@ -26,7 +26,7 @@ def build_optimiser(
         lr=rate,
         momentum=specification.momentum,
         weight_decay=specification.weight_decay,
-        fused=True if parameters[0].is_cuda else None,
+        fused=True,
     )
 
 

@@ -43,11 +43,11 @@ class Trainer:
         self.processes = processes
         on_gpu = device.type == "cuda"
         self.mechanism = processes.each(lambda: build_mechanism(experiment, images)).to(device)
-        if on_gpu:  # where convolutions want channels last
+        self.mechanism.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as convolutions want it
+        if on_gpu:
             # Shapes do not change, so the fastest algorithm is worth a search; but it may add up in any order.
             torch.backends.cudnn.benchmark = not experiment.execution.deterministic
             torch.backends.cudnn.deterministic = experiment.execution.deterministic
-            self.mechanism.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         processes.divide_statistics(self.mechanism, experiment.encoder.groups)
         self.compare = processes.data_parallel(self.mechanism)
         self.rate = torch.zeros((), device=device) if on_gpu else 0.0
@@ -140,11 +140,14 @@ class Trainer:
         self.processes.average_statistics(self.mechanism)
 
     def _numbers(self, views: Tensor) -> Tensor:
-        """What the encoders are fed: normalised views."""
+        """What the encoders are fed: normalised views [V, b, 3, S, S], each view in channels-last memory."""
         # uint8 travels to the device, and between processes: a quarter of the bytes of the numbers it becomes here.
-        if self.device.type != "cuda":
-            return normalise(views, self.experiment.views, torch.float32)
-        return normalise_for_gpu(views.flatten(0, 1), self.experiment.views).unflatten(0, views.shape[:2])
+        flat = views.flatten(0, 1)
+        if self.device.type == "cuda":
+            numbers = normalise_for_gpu(flat, self.experiment.views)
+        else:
+            numbers = normalise(flat, self.experiment.views).contiguous(memory_format=torch.channels_last)
+        return numbers.unflatten(0, views.shape[:2])
 
     def state(self) -> dict[str, Any]:
         """Everything that a continued run needs: tensors and plain values only."""
