@@ -130,19 +130,23 @@ def random_views(
 _remembered: weakref.WeakKeyDictionary[ImageSource, dict[int, list[Batch]]] = weakref.WeakKeyDictionary()
 
 
-def _plain(source: ImageSource, size: int, batch_size: int, workers: int) -> Iterable[Batch]:
+def _plain(source: ImageSource, size: int, batch_size: int, workers: int) -> Iterator[Batch]:
     """Plain views of all images, read once and kept for as long as the source if they are small.
 
     Most protocols look at the same images, and so do all subjects, several times over.
     """
     kept = _remembered.get(source, {})
     if size in kept:
-        return kept[size]
-    batches = plain_batches(source, size, batch_size=batch_size, workers=workers)
-    if len(source) * 3 * size**2 > REMEMBERED_BYTES:
-        return batches
-    _remembered.setdefault(source, {})[size] = remembered = list(batches)
-    return remembered
+        yield from kept[size]
+        return
+    small = len(source) * 3 * size**2 <= REMEMBERED_BYTES
+    seen: list[Batch] = []
+    for batch in plain_batches(source, size, batch_size=batch_size, workers=workers):
+        yield batch
+        if small:
+            seen.append(batch)
+    if small:
+        _remembered.setdefault(source, {})[size] = seen
 
 
 def _told(batches: Iterable[Batch], source: ImageSource, progress: Progress) -> Iterator[Batch]:

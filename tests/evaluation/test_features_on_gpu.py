@@ -26,7 +26,7 @@ def test_features_and_accuracies_are_those_of_the_cpu(pretrained, shapes):
     assert similarity.min() > 0.999  # bfloat16 inside
     for protocol in (knn, linear):
         cpu, gpu = (protocol.evaluate(pretrained, shapes(300), device=device).numbers for device in ("cpu", GPU))
-        assert abs(cpu["top1"] - gpu["top1"]) < 4
+        assert abs(cpu["top1"] - gpu["top1"]) < 6
 
 
 def test_a_bank_in_main_memory_serves_queries_on_the_gpu():

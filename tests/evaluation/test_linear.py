@@ -26,8 +26,9 @@ def test_the_papers_numbers():
     assert (PAPER.crop_scale, PAPER.flips) == ((0.08, 1.0), True)
 
 
-def test_the_quick_solve_reads_more_off_a_pretrained_backbone(pretrained, untrained, shapes):
-    learnt, not_learnt = (evaluate(subject, shapes(300), SOLVED).numbers for subject in (pretrained, untrained))
+@pytest.mark.parametrize("settings", [SOLVED, dataclasses.replace(QUICK, crops=0, plain=True)], ids=["crops", "plain"])
+def test_the_quick_solve_reads_more_off_a_pretrained_backbone(pretrained, untrained, shapes, settings):
+    learnt, not_learnt = (evaluate(subject, shapes(600), settings).numbers for subject in (pretrained, untrained))
     assert learnt["top1"] > not_learnt["top1"] + 5
     assert learnt["top1"] > 30  # of ten classes
     assert learnt["top5"] > learnt["top1"]

@@ -60,6 +60,14 @@ def test_suppression_keeps_what_going_from_best_to_worst_keeps(threshold, suppre
         assert kept[image].nonzero()[:, 0].tolist() == sorted(expected.tolist())
 
 
+@pytest.mark.gpu
+def test_suppression_on_a_gpu():
+    boxes = random_boxes(16, 1000, generator=torch.Generator().manual_seed(4))
+    valid = torch.rand(16, 1000) < 0.9
+    expected = not_suppressed(boxes, valid, 0.7)
+    assert torch.equal(not_suppressed(boxes.cuda(), valid.cuda(), 0.7).cpu(), expected)
+
+
 def test_drawing_takes_its_share_and_no_more_than_there_are():
     fits = torch.zeros(4, 200, dtype=torch.bool)
     misses = torch.zeros(4, 200, dtype=torch.bool)
