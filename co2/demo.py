@@ -55,7 +55,7 @@ def demo(out: str, *, epochs: int | None = None, seed: int = 0) -> Path:
     console = Console(highlight=False)
     console.print(
         "Pre-training the same small network twice on pictures of shapes, without labels: with MoCo, and with MoCo and "
-        "the consistency term of CO2. This takes one or two minutes.\n"
+        "the consistency term of CO2. This takes a minute or two.\n"
     )
     runs = [_start(name, recipe, folder, epochs, seed) for name, recipe in METHODS.items()]
     with _ended_with_us(runs):

@@ -140,7 +140,7 @@ def simclr_small() -> Experiment:
     return Experiment(
         recipe="simclr-small",
         batch_size=512,
-        views=dataclasses.replace(small_views(32), crop_scale=(0.08, 1.0)),
+        views=small_views(32),
         encoder=EncoderSpecification(
             backbone="torchvision/resnet18", stem="small", head="mlp", groups=1, shuffle_keys=False
         ),
@@ -218,7 +218,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("co2-simclr-small", "The same with the consistency term", co2_simclr_small),
         Recipe("insdisc-small", "InsDisc for 32 to 64 pixel images", insdisc_small),
         Recipe("co2-insdisc-small", "The same with the consistency term", co2_insdisc_small),
-        Recipe("demo-moco", "Two minutes on one CPU core: MoCo on rendered shapes", demo_moco),
+        Recipe("demo-moco", "A minute on one CPU core: MoCo on rendered shapes", demo_moco),
         Recipe("demo-co2", "The same with the consistency term", demo_co2),
     )
 }

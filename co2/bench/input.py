@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -192,11 +191,9 @@ def measure_pieces(experiment: Experiment, source: ImageSource, device: torch.de
     if stacked is not None:
         images = [torch.from_numpy(pixels).to(device) for pixels in stacked[:count]]
     else:
-        threads = max(1, choose_workers(experiment.workers))
-        with ThreadPoolExecutor(threads) as pool:
-            read, seconds = _timed(lambda: list(pool.map(lambda index: _file(source, index), range(count))), device)
+        read, seconds = _timed(lambda: [_file(source, index) for index in range(count)], device)
         files = [file for file in read if file is not None]
-        found[f"reading ({threads} thread{'s' if threads > 1 else ''})"] = len(files) / seconds
+        found["reading (one process)"] = len(files) / seconds
         images, where, seconds = _decoded(files, device)
         found[f"decoding ({where})"] = len(images) / seconds
     where = "GPU" if device.type == "cuda" else "CPU"

@@ -18,7 +18,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from co2.data.decode import decode_image
 from co2.data.source import BadImage, ImageSource, in_words
 from co2.errors import UserError
-from co2.views.jpeg_stream import JpegViews, plain_jpeg_size
+from co2.views.jpeg_stream import MOST_READERS, JpegViews, plain_jpeg_size
 from co2.views.loader import ViewLoader
 from co2.views.resident import DoesNotFit, Progress, ResidentViews
 from co2.views.specification import Augmentation
@@ -85,7 +85,7 @@ def choose_input(
     """A loader, and a sentence about it for the user.
 
     Args:
-        workers: processes that read images for worker processes and at the start of `resident`; threads for `jpeg`.
+        workers: processes that read images, all the time or, for `resident`, at the start.
         wanted: `auto`, or the way that the user wants: `resident`, `jpeg` or `workers`.
         budget_bytes: how many bytes of pixels may lie on the GPU: a quarter of its free memory unless said otherwise,
             and nine tenths where `resident` is asked for by name.
@@ -126,7 +126,6 @@ def choose_input(
         return loader, f"All {len(source):,} images lie {where} and are augmented there: {used}{allowed}."
 
     def jpeg(why: str) -> tuple[ViewLoader, str]:
-        threads = max(1, workers)
         loader = JpegViews(
             source,
             augmentation,
@@ -134,12 +133,13 @@ def choose_input(
             batch_size=batch_size,
             seed=seed,
             device=device,
-            threads=threads,
+            workers=workers,
             smallest=smallest,
             share=share,
         )
         where = "GPU" if device.type == "cuda" else "CPU"
-        by = f"{threads} thread{'s' if threads > 1 else ''}"
+        readers = min(workers, MOST_READERS)
+        by = f"{readers} worker process{'es' if readers != 1 else ''}" if readers else "a thread"
         return loader, f"JPEGs are read ahead by {by}, and decoded and augmented on the {where}: {why}."
 
     on_gpu = device.type == "cuda"

@@ -1,8 +1,12 @@
 """Views of JPEGs that a GPU decodes: for images that do not fit into its memory.
 
-Threads read files ahead. Another thread has a batch of them decoded, each image once, and makes all its views, on a
+Worker processes read files ahead. A thread has a batch of them decoded, each image once, and makes all its views, on a
 CUDA stream of its own; the training loop finds them ready. Order, parameters and replacements are those of
 `ViewLoader`.
+
+Processes, not threads, because a file is read in a few short system calls, after each of which a thread must wait for
+its turn with Python: fifteen threads together read half as many files per second as one alone, and what the training
+loop and the decoding thread do in the meantime takes them twenty-five times as long.
 
 The pixels are not quite those of the CPU. Decoders may differ by a level or two, and a GPU's enlarges the colours of
 the usual JPEG, which are stored at half the resolution, by repeating them where the CPU's interpolates: along sharp
@@ -14,63 +18,72 @@ CPU.
 from __future__ import annotations
 
 import atexit
+import itertools
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from co2.data.decode import MOST_PIXELS, decode_image
 from co2.data.source import ImageSource
-from co2.philox import Stream, permutation
+from co2.errors import UserError
 from co2.views.loader import Batch, ViewLoader, _readable
-from co2.views.parameters import draw
+from co2.views.parameters import ViewParameters, draw
 from co2.views.resident import views_of
 from co2.views.specification import Augmentation
 
 BATCHES_AHEAD = 3
-BYTES_AHEAD = 512 << 20  # of files, and of pixels that the CPU decoded, that wait in memory
+READ_AT_ONCE = 32  # images that a worker sends together
+MOST_READERS = 8  # worker processes: reading is quick, and each holds two times as many files in memory
 _BYTES_AT_ONCE = 1 << 30  # of images that are decoded together: a batch of photographs can be many gigabytes
-_PATIENCE = 30.0  # seconds for a thread to end, which may be reading from a disk that does not answer
+_PATIENCE = 30.0  # seconds for a thread to end, which may be waiting for a disk that does not answer
 
 Result = TypeVar("Result")
 
 
-class _Encoded(NamedTuple):
-    """A JPEG as it was read, and what it says its size is."""
+@dataclass(frozen=True)
+class _Files:
+    """Some images as a worker has read them."""
 
-    data: Tensor  # uint8 [bytes]
-    height: int
-    width: int
+    used: list[int]
+    """Which images they are: those that were asked for, or the ones that are used in their place."""
+    contents: Tensor
+    """uint8 [bytes]: one after the other, JPEGs for the device to decode, and pixels from the CPU's decoder."""
+    lengths: list[int]
+    """How many bytes each has of these."""
+    sizes: list[tuple[int, int]]
+    """Height and width of each."""
+    encoded: list[bool]
+    """Which are JPEGs."""
+    bad: dict[int, str]
+    """Images that could not be read on the way, and why."""
 
 
-class _Fetched(NamedTuple):
-    """What became of an image that was asked for."""
+class _Picture(NamedTuple):
+    """One image of a batch on its way."""
 
-    used: int  # itself, or the one that is used in its place
-    picture: _Encoded | Tensor  # a JPEG for the device to decode, or pixels, uint8 [3, H, W], from the CPU's decoder
-    bad: dict[int, str]  # images that could not be read on the way, and why
+    used: int
+    data: Tensor  # uint8 [bytes]: a JPEG, or planar pixels
+    size: tuple[int, int]
+    encoded: bool
 
     @property
-    def size(self) -> tuple[int, int]:
-        if isinstance(self.picture, _Encoded):
-            return self.picture.height, self.picture.width
-        return self.picture.shape[-2], self.picture.shape[-1]
-
-    @property
-    def bytes_held(self) -> int:
-        return (self.picture.data if isinstance(self.picture, _Encoded) else self.picture).numel()
+    def bytes_needed(self) -> int:
+        return max(3 * self.size[0] * self.size[1], self.data.numel())
 
 
 class JpegViews(ViewLoader):
     """What `ViewLoader` gives, with JPEGs decoded on the device: see there. Views and indices are on the device too.
 
-    `threads` read, and decode what only the CPU can. They take part in Python's turns with the training loop, so that
-    more of them than the disk needs do not help.
+    Its workers read, and decode what only the CPU can.
     """
 
     def __init__(
@@ -82,10 +95,9 @@ class JpegViews(ViewLoader):
         batch_size: int,
         seed: int,
         device: torch.device,
-        threads: int = 8,
+        workers: int = 0,
         smallest: int = 2,
         share: Callable[[int], slice] = slice,
-        bytes_ahead: int = BYTES_AHEAD,
     ) -> None:
         super().__init__(
             source,
@@ -93,64 +105,46 @@ class JpegViews(ViewLoader):
             views=views,
             batch_size=batch_size,
             seed=seed,
-            workers=0,
+            workers=min(workers, MOST_READERS),
             smallest=smallest,
             share=share,
         )
         self._source = source
-        self._files = _Files(source)
         self._augmentation = augmentation
         self._views = views
         self._device = device
-        self._threads = max(1, threads)
-        self._bytes_ahead = bytes_ahead
         # Its small kernels come before those of the training step, which would otherwise wait for them later.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
+    @staticmethod
+    def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Dataset[Any]:
+        return _Reading(source)
+
     def epoch(self, number: int, first_batch: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from number `first_batch` on."""
-        order = permutation(self._seed, Stream.EPOCH_ORDER, number, self._length)  # [N]
-        batches = order.split(self._batch_size)[first_batch : self.batches_per_epoch]
-        if not batches:
-            return
-        own = [batch[self._share(len(batch))] for batch in batches]  # [b] each
-        wanted = torch.cat(own).numpy()
+        wholes, own = self._batches(number, first_batch)
+        files = self._by_workers(number, [some for images in own for some in images.split(READ_AT_ONCE)])
 
-        def fetch(place: int) -> tuple[_Fetched, int]:
-            fetched = self._fetch(int(wanted[place]))
-            return fetched, fetched.bytes_held
+        def made() -> Iterator[_Made]:
+            for whole, images in zip(wholes, own, strict=True):
+                yield self._make(number, itertools.islice(files, -(-len(images) // READ_AT_ONCE)), len(whole))
 
-        def make(batch: int) -> tuple[_Made, int]:
-            return self._make(number, reading, len(own[batch]), len(batches[batch])), 1
-
-        reading: _Ahead[_Fetched] = _Ahead(fetch, len(wanted), self._threads, self._bytes_ahead)
-        making: _Ahead[_Made] = _Ahead(make, len(own), 1, BATCHES_AHEAD)
-
-        def close() -> None:
-            reading.stop()
-            making.stop()
-            reading.join()
-            making.join()
-
-        atexit.register(close)  # a thread that is in the middle of CUDA's work when the process ends takes it down
+        ahead = _Ahead(made(), BATCHES_AHEAD)
+        atexit.register(ahead.close)  # a thread in the middle of CUDA's work when the process ends takes it down
         try:
             for _ in own:
-                yield self._handed_over(making.take())
+                yield self._handed_over(ahead.take())
         finally:
-            close()
-            atexit.unregister(close)
+            ahead.close()
+            atexit.unregister(ahead.close)
+            files.close()  # type: ignore[attr-defined]  # which is a generator
 
-    def _fetch(self, index: int) -> _Fetched:
-        bad: dict[int, str] = {}
-        used, picture = cast(tuple[int, Any], _readable(self._files, index, bad))
-        return _Fetched(used, picture, bad)
-
-    def _make(self, epoch: int, reading: _Ahead[_Fetched], size: int, total: int) -> _Made:
-        """The next batch, of `size` images, from what has been read."""
+    def _make(self, epoch: int, files: Iterator[_Files], total: int) -> _Made:
+        """A batch from what has been read of it."""
         if self._stream is None:
-            return _Made(self._made_in_parts(epoch, reading, size, total), None)
+            return _Made(self._made_in_parts(epoch, files, total), None)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            batch = self._made_in_parts(epoch, reading, size, total)
+            batch = self._made_in_parts(epoch, files, total)
             return _Made(batch, self._stream.record_event())
 
     def _handed_over(self, made: _Made) -> Batch:
@@ -162,81 +156,85 @@ class JpegViews(ViewLoader):
                 tensor.record_stream(stream)  # its memory is not used again before that stream is done with it
         return made.batch
 
-    def _made_in_parts(self, epoch: int, reading: _Ahead[_Fetched], size: int, total: int) -> Batch:
+    def _made_in_parts(self, epoch: int, files: Iterator[_Files], total: int) -> Batch:
         bad: dict[int, str] = {}
         parts: list[tuple[Tensor, Tensor]] = []
-        held: list[_Fetched] = []
+        held: list[_Picture] = []
         bytes_held = 0
-        for _ in range(size):
-            fetched = reading.take()
-            bytes_needed = max(3 * fetched.size[0] * fetched.size[1], fetched.bytes_held)
-            if held and bytes_held + bytes_needed > _BYTES_AT_ONCE:
-                parts.append(self._made(epoch, held, bad))
-                held, bytes_held = [], 0
-            held.append(fetched)
-            bytes_held += bytes_needed
+        for some in files:
+            bad |= some.bad
+            contents = some.contents.split(some.lengths)
+            for picture in map(_Picture, some.used, contents, some.sizes, some.encoded):
+                if held and bytes_held + picture.bytes_needed > _BYTES_AT_ONCE:
+                    parts.append(self._made(epoch, held, bad))
+                    held, bytes_held = [], 0
+                held.append(picture)
+                bytes_held += picture.bytes_needed
         parts.append(self._made(epoch, held, bad))
         indices, views = zip(*parts, strict=True)
         if len(parts) == 1:
             return Batch(indices[0], views[0], list(bad.items()), total)
         return Batch(torch.cat(indices), torch.cat(views, dim=1), list(bad.items()), total)
 
-    def _made(self, epoch: int, fetched: list[_Fetched], bad: dict[int, str]) -> tuple[Tensor, Tensor]:
+    def _made(self, epoch: int, pictures: list[_Picture], bad: dict[int, str]) -> tuple[Tensor, Tensor]:
         """Indices [b] and views [V, b, 3, S, S] of some images. Adds to `bad` what could not be read."""
-        used, images = self._decoded(fetched, bad)
-        sizes = [(image.shape[-2], image.shape[-1]) for image in images]
-        table = torch.tensor([(index, *size) for index, size in zip(used, sizes, strict=True)])  # [b, 3]
-        if self._stream is not None:
-            table = table.pin_memory()
-        indices, heights, widths = table.to(self._device, non_blocking=True).unbind(1)  # [b] each
+        used, images = self._decoded(pictures, bad)
+        # All that is small is computed on the CPU, and brought to the device at the end: the many short kernels that it
+        # would be there had to wait for room beside those of the training step, each by itself.
+        count = self._views
+        heights, widths = torch.tensor([image.shape[-2:] for image in images]).unbind(1)  # [b] each
         lengths = 3 * heights * widths
         offsets = lengths.cumsum(0) - lengths  # [b]
-        pixels = torch.cat([image.flatten() for image in images])  # [bytes]
-
-        count = self._views
-        rows, offsets, heights, widths = (column.repeat(count) for column in (indices, offsets, heights, widths))
-        view = torch.arange(count, device=self._device)[:, None].expand(count, len(used)).flatten()  # [V * b]
+        rows, offsets, heights, widths = (
+            column.repeat(count) for column in (torch.tensor(used), offsets, heights, widths)
+        )  # [V * b] each
+        view = torch.arange(count).repeat_interleave(len(used))  # [V * b]
         drawn = draw(self._augmentation, self._seed, epoch, rows, view, heights, widths)
-        views = views_of(pixels, offsets, heights, widths, drawn, self._augmentation)  # [V * b, 3, S, S]
-        return indices.contiguous(), views.unflatten(0, (count, len(used)))
+        columns = (rows, offsets, heights, widths, *(getattr(drawn, field.name) for field in fields(drawn)))
+        rows, offsets, heights, widths, *parameters = (self._on_device(column) for column in columns)
 
-    def _decoded(self, fetched: list[_Fetched], bad: dict[int, str]) -> tuple[list[int], list[Tensor]]:
+        pixels = torch.cat([image.flatten() for image in images])  # [bytes]
+        views = views_of(pixels, offsets, heights, widths, ViewParameters(*parameters), self._augmentation)
+        return rows[: len(used)], views.unflatten(0, (count, len(used)))
+
+    def _on_device(self, column: Tensor) -> Tensor:
+        return column if self._stream is None else column.pin_memory().to(self._device, non_blocking=True)
+
+    def _decoded(self, pictures: list[_Picture], bad: dict[int, str]) -> tuple[list[int], list[Tensor]]:
         """Which images are used, and their pixels on the device, uint8 [3, H, W] each."""
-        places = [place for place, item in enumerate(fetched) if isinstance(item.picture, _Encoded)]
-        decoded = dict(zip(places, self._decode([fetched[place] for place in places]), strict=True))
+        jpegs = [place for place, picture in enumerate(pictures) if picture.encoded]
+        decoded = dict(zip(jpegs, self._decode([pictures[place].data for place in jpegs]), strict=True))
         used: list[int] = []
         images: list[Tensor] = []
-        for place, item in enumerate(fetched):
-            bad.update(item.bad)
-            index, image = item.used, decoded.get(place)
-            if image is None and isinstance(item.picture, Tensor):
-                image = item.picture
-            elif image is None or image.shape != (3, *item.size):  # the CPU's decoder judges
-                index, image = _readable(self._source, item.used, bad)
+        for place, picture in enumerate(pictures):
+            index, image = picture.used, decoded.get(place)
+            if not picture.encoded:
+                image = picture.data.view(3, *picture.size)
+            elif image is None or image.shape != (3, *picture.size):  # the CPU's decoder judges
+                index, image = _readable(self._source, picture.used, bad)
             used.append(index)
             images.append(image.to(self._device))
         return used, images
 
-    def _decode(self, jpegs: list[_Fetched]) -> list[Tensor | None]:
+    def _decode(self, jpegs: list[Tensor]) -> list[Tensor | None]:
         """Pixels on the device, uint8 [3, H, W] each; None for a JPEG that cannot be decoded there."""
         if not jpegs:
             return []
-        data = [cast(_Encoded, jpeg.picture).data for jpeg in jpegs]
         try:
-            return list(self._decode_together(data))
+            return list(self._decode_together(jpegs))
         except RuntimeError:  # and it does not say which one it was
-            return [self._decode_alone(one) for one in data]
+            return [self._decode_alone(one) for one in jpegs]
 
-    def _decode_together(self, data: list[Tensor]) -> list[Tensor]:
+    def _decode_together(self, jpegs: list[Tensor]) -> list[Tensor]:
         if self._stream is not None:
             # The decoder writes on a stream of its own, into memory that was given back on this one: before it does,
             # what was still to be read there must have been read.
             self._stream.synchronize()
-        return decode_jpeg(data, mode=ImageReadMode.RGB, device=self._device)
+        return decode_jpeg(jpegs, mode=ImageReadMode.RGB, device=self._device)
 
-    def _decode_alone(self, data: Tensor) -> Tensor | None:
+    def _decode_alone(self, jpeg: Tensor) -> Tensor | None:
         try:
-            return self._decode_together([data])[0]
+            return self._decode_together([jpeg])[0]
         except RuntimeError:
             return None
 
@@ -246,123 +244,95 @@ class _Made(NamedTuple):
     ready: torch.cuda.Event | None  # when the device has made it
 
 
-class _Files(ImageSource):
-    """A source whose images come as `_Encoded` where they are plain JPEGs, and else as pixels."""
+class _Reading(Dataset[Any]):
+    """What a worker does: reads files, and decodes those that are not plain JPEGs."""
+
+    def __init__(self, source: ImageSource) -> None:
+        self.source = _EncodedOrPixels(source)
+
+    def __getitems__(self, wanted: list[tuple[int, int]]) -> _Files | UserError:
+        used: list[int] = []
+        contents: list[Tensor] = []
+        sizes: list[tuple[int, int]] = []
+        encoded: list[bool] = []
+        bad: dict[int, str] = {}
+        for _, index in wanted:
+            try:
+                one, (data, size) = cast(Any, _readable(cast(ImageSource, self.source), index, bad))
+            except UserError as error:
+                return error  # as a value, because torch wraps what a worker raises in a page of traceback
+            used.append(one)
+            contents.append(data if size is None else torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            sizes.append(size or data.shape[-2:])
+            encoded.append(size is not None)
+        flat = [one.flatten() for one in contents]
+        return _Files(used, torch.cat(flat), [len(one) for one in flat], sizes, encoded, bad)
+
+
+class _EncodedOrPixels:
+    """A source for `_readable`: an image is a plain JPEG's bytes and its size, or else its pixels, and None."""
 
     def __init__(self, source: ImageSource) -> None:
         self.source = source
+        self.describe = source.describe
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def describe(self, index: int) -> str:
-        return self.source.describe(index)
-
-    def image(self, index: int) -> Any:
+    def image(self, index: int) -> tuple[bytes, tuple[int, int]] | tuple[Tensor, None]:
         data, _ = self.source.encoded(index)
         size = plain_jpeg_size(data)
-        if size is None:
-            return decode_image(data)
-        return _Encoded(torch.frombuffer(bytearray(data), dtype=torch.uint8), *size)
-
-
-class _Outcome(NamedTuple, Generic[Result]):
-    result: Result | None
-    weight: int
-    error: BaseException | None
+        return (decode_image(data), None) if size is None else (data, size)
 
 
 class _Ahead(Generic[Result]):
-    """Does numbered pieces of work in threads, ahead of whoever takes the results, which come in order.
+    """Takes what an iterator gives, in a thread of its own, before somebody else wants it: a few results wait.
 
-    `work` gives a result and its weight; new work is begun while the results that wait weigh less than `most`, and
-    always if it is the next that is to be taken. What `work` raises, `take` raises in its turn.
+    What the iterator raises, `take` raises in its turn.
     """
 
-    def __init__(self, work: Callable[[int], tuple[Result, int]], count: int, threads: int, most: int) -> None:
-        self._work = work
-        self._count = count
+    def __init__(self, results: Iterator[Result], most: int) -> None:
+        self._results = results
         self._most = most
-        self._resume = most - most // 8  # threads that wait are woken for more than one piece of work
-        self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
-        self._ready = threading.Condition(self._lock)
-        self._begun = 0
-        self._taken = 0
-        self._weight = 0
-        self._waiting = 0
-        self._stopped = False
-        self._done: dict[int, _Outcome[Result]] = {}
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(min(threads, count))]
-        for thread in self._threads:
-            thread.start()
+        self._waiting: deque[tuple[Result | None, BaseException | None]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def take(self) -> Result:
         """The next result. Waits for it."""
-        with self._lock:
-            while self._taken not in self._done:
-                if self._stopped:
-                    raise _Stopped
-                self._ready.wait()
-            outcome = self._done.pop(self._taken)
-            self._taken += 1
-            self._weight -= outcome.weight
-            if self._waiting and (self._weight < self._resume or self._taken == self._begun):
-                self._room.notify_all()
-        if outcome.error is not None:
-            raise outcome.error
-        return cast(Result, outcome.result)
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting)
+            result, error = self._waiting.popleft()
+            self._changed.notify_all()
+        if error is not None:
+            raise error
+        return cast(Result, result)
 
-    def stop(self) -> None:
-        """Begin nothing more, and do not let anybody wait."""
-        with self._lock:
-            self._stopped = True
-            self._room.notify_all()
-            self._ready.notify_all()
-
-    def join(self) -> None:
-        """Wait until the threads have ended, and forget what nobody has taken."""
-        for thread in self._threads:
-            thread.join(_PATIENCE)
-        self._done.clear()
+    def close(self) -> None:
+        """Nobody wants more. Waits until the thread has ended."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(_PATIENCE)
+        self._waiting.clear()
 
     def _run(self) -> None:
-        while (number := self._next()) is not None:
-            outcome = self._outcome(number)
-            with self._lock:
-                self._done[number] = outcome
-                self._weight += outcome.weight
-                if outcome.error is not None:
-                    self._count = self._begun  # nobody will take what comes after it
-                if number == self._taken:
-                    self._ready.notify_all()
-
-    def _outcome(self, number: int) -> _Outcome[Result]:
         try:
-            return _Outcome(*self._work(number), None)
+            for result in self._results:
+                if not self._keep(result, None):
+                    return
         except BaseException as error:  # whatever it is, whoever waits for the result must not wait for ever
-            return _Outcome(None, 0, error)
+            self._keep(None, error)
 
-    def _next(self) -> int | None:
-        """The number of the next piece of work, when there is room for its result; None when there is none."""
-        with self._lock:
-            while (
-                not self._stopped
-                and self._begun < self._count
-                and self._weight >= self._most
-                and self._begun != self._taken
-            ):
-                self._waiting += 1
-                self._room.wait()
-                self._waiting -= 1
-            if self._stopped or self._begun >= self._count:
-                return None
-            self._begun += 1
-            return self._begun - 1
-
-
-class _Stopped(Exception):  # noqa: N818 - it is no error
-    """Nobody wants the results any more."""
+    def _keep(self, result: Result | None, error: BaseException | None) -> bool:
+        """Puts a result where it will be taken, when there is room; not if nobody wants it."""
+        with self._changed:
+            self._waiting.append((result, error))
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or len(self._waiting) < self._most)
+            return not self._closed
 
 
 # Which JPEGs a GPU decodes as the CPU does.

@@ -6,7 +6,9 @@ middle of an epoch change nothing about it. An image that cannot be read never s
 
 from __future__ import annotations
 
+import atexit
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -90,12 +92,16 @@ class ViewLoader:
         self._smallest = smallest
         self._share = share
         self._sampler = _BatchesOfAnEpoch()
-        self._new_loader = partial(
-            _data_loader, _AugmentedViews(source, augmentation, views, seed), self._sampler, workers
-        )
+        work = self._work(source, augmentation, views, seed)
+        self._new_loader = partial(_data_loader, work, self._sampler, workers)
         self._loader = self._new_loader()
         self.lost_workers = 0
         """How many workers the system has ended so far. A few are replaced; more than that are no accident."""
+
+    @staticmethod
+    def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Dataset[Any]:
+        """What workers do."""
+        return _AugmentedViews(source, augmentation, views, seed)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -104,21 +110,31 @@ class ViewLoader:
 
     def epoch(self, number: int, first_batch: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from number `first_batch` on."""
-        order = permutation(self._seed, Stream.EPOCH_ORDER, number, self._length)  # [N]
-        self._sampler.epoch = number
-        batches = order.split(self._batch_size)[: self.batches_per_epoch]
-        next_batch = first_batch
-        while next_batch < self.batches_per_epoch:
-            self._sampler.batches = tuple(batch[self._share(len(batch))] for batch in batches[next_batch:])
+        wholes, own = self._batches(number, first_batch)
+        for batch, whole in zip(self._by_workers(number, own), wholes, strict=True):
+            yield replace(batch, total=len(whole))
+
+    def _batches(self, epoch: int, first: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The images [B] of each batch from number `first` on, and those of them [b] that are this process's."""
+        order = permutation(self._seed, Stream.EPOCH_ORDER, epoch, self._length)  # [N]
+        wholes = list(order.split(self._batch_size)[first : self.batches_per_epoch])
+        return wholes, [whole[self._share(len(whole))] for whole in wholes]
+
+    def _by_workers(self, epoch: int, wanted: list[Tensor]) -> Iterator[Any]:
+        """What the workers make of each of these lists of images [b]."""
+        done = 0
+        while done < len(wanted):
+            self._sampler.epoch = epoch
+            self._sampler.batches = tuple(wanted[done:])
             try:
-                for batch in _checked(self._loader):
-                    yield replace(batch, total=len(batches[next_batch]))
-                    next_batch += 1
+                for made in _checked(self._loader):
+                    yield made
+                    done += 1
             except WorkerLost:
                 self.lost_workers += 1
                 if self.lost_workers > _WORKERS_TO_LOSE:
                     raise
-                self._loader = self._new_loader()  # workers keep no state: new ones go on with the same batch
+                self._loader = self._new_loader()  # workers keep no state: new ones go on where they were
 
 
 def plain_batches(source: ImageSource, size: int, batch_size: int, workers: int) -> Iterator[Batch]:
@@ -251,7 +267,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _data_loader(dataset: Dataset[Any], sampler: _BatchesOfAnEpoch, workers: int) -> DataLoader[Any]:
-    return DataLoader(
+    loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=sampler,
         num_workers=workers,
@@ -260,6 +276,19 @@ def _data_loader(dataset: Dataset[Any], sampler: _BatchesOfAnEpoch, workers: int
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
     )
+    _loaders.add(loader)
+    return loader
+
+
+_loaders: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_workers() -> None:
+    """Python ends with a SIGTERM for workers that are still there, and waits; but they do not listen to it."""
+    for loader in list(_loaders):
+        if loader._iterator is not None:
+            loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def _leave_signals_to_the_run(worker: int) -> None:

@@ -97,7 +97,7 @@ def test_a_quarter_of_the_free_memory_is_the_limit_unless_said_otherwise():
 def test_jpegs_that_do_not_fit_are_decoded_on_the_gpu(tmp_path):
     kind, sentence = chosen(folder_of(tmp_path / "images", 30, kinds=JPEG), budget_bytes=1000)
     assert kind == "jpeg"
-    assert "read ahead by 1 thread," in sentence
+    assert "read ahead by a thread," in sentence
     assert "their pixels, about 1 MiB, are more than the 1 MiB allowed" in sentence
 
 

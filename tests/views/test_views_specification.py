@@ -27,8 +27,9 @@ def test_simclr_is_that_of_its_paper():
     assert (views.crop_scale, views.jitter, views.jitter_probability) == ((0.08, 1.0), (0.8, 0.8, 0.8, 0.2), 0.8)
 
 
-def test_small_images_are_not_blurred():
-    assert small_views() == dataclasses.replace(moco_v2_views(32), blur_probability=0.0)
+def test_small_images_are_not_blurred_and_cropped_further():
+    notebook = dataclasses.replace(moco_v2_views(32), blur_probability=0.0, crop_scale=(0.08, 1.0))
+    assert small_views() == notebook
 
 
 def test_blur_looks_no_further_than_the_view():
