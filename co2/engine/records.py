@@ -7,6 +7,7 @@ import json
 import math
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,7 +90,8 @@ class Records:
     def __init__(self, run: Path, first_step: int) -> None:
         self.run = run
         self.bad: dict[int, str] = {}
-        _drop_after(run / METRICS, first_step)
+        # Seconds of work go on from where the last line that is kept stands.
+        self._began = time.monotonic() - _drop_after(run / METRICS, first_step)
         self._metrics = open(run / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
         self._first_step = first_step
         self._events: SummaryWriter | None = None
@@ -98,7 +100,9 @@ class Records:
         """One line of metrics.jsonl, and a point in each curve of TensorBoard."""
         # JSON has no NaN; null keeps the line readable for every tool.
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-        self._metrics.write(json.dumps({"kind": kind, "step": step, "epoch": round(epoch, 4), **finite}) + "\n")
+        seconds = round(time.monotonic() - self._began, 2)
+        row = {"kind": kind, "step": step, "epoch": round(epoch, 4), "seconds": seconds, **finite}
+        self._metrics.write(json.dumps(row) + "\n")
         self._metrics.flush()
         for name, value in values.items():
             if not isinstance(value, str):
@@ -142,11 +146,15 @@ class Unwritten(Records):
         pass
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Forget lines about steps that the checkpoint does not know: they will be run, and written, again."""
+def _drop_after(path: Path, step: int) -> float:
+    """Forget lines about steps that the checkpoint does not know: they will be run, and written, again.
+
+    Returns the seconds of work at the last line that stays.
+    """
     if not path.is_file():
-        return
+        return 0.0
     kept = []
+    seconds = 0.0
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
@@ -154,4 +162,6 @@ def _drop_after(path: Path, step: int) -> None:
             continue  # the unfinished last line of a killed run
         if row["step"] <= step:
             kept.append(line + "\n")
+            seconds = row.get("seconds", seconds)
     write_atomically(path, lambda file: file.write("".join(kept).encode()))
+    return seconds

@@ -109,9 +109,9 @@ def test_vary_takes_settings_one_at_a_time_and_skips_the_bases_value():
     assert [other.label for other in others] == [
         "encoder.groups = 2",
         "encoder.groups = 8",
-        "views.crop_scale = 0.08-1",
+        "views.crop_scale = 0.2-1",
     ]
-    assert plan.cell("vary", others[2], 0).experiment.views.crop_scale == (0.08, 1.0)
+    assert plan.cell("vary", others[2], 0).experiment.views.crop_scale == (0.2, 1.0)
     assert all("/" not in other.name and " " not in other.name for other in others)
 
 
