@@ -17,7 +17,7 @@ from co2.evaluation.progress import SILENT, Progress
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch, ViewLoader, plain_batches
 from co2.views.specification import Augmentation
-from co2.views.transform import normalise
+from co2.views.transform import normalise, normalise_for_gpu
 
 BATCH = 256
 LARGEST_BATCH = 1024  # for small views on a GPU, which 256 would not keep busy
@@ -184,10 +184,8 @@ def preparation(views: Augmentation, device: torch.device, mirrored: bool = Fals
     def prepare(pixels: Tensor) -> Tensor:
         if mirrored:
             pixels = pixels.flip(-1)
-        if device.type != "cuda":
-            return normalise(pixels, views)
-        # Rearranged while it is bytes, and rounded to what the first convolution would round it to anyway.
-        return normalise(pixels.contiguous(memory_format=torch.channels_last), views, torch.bfloat16)
+        # On a GPU rounded to what the first convolution would round it to anyway.
+        return normalise(pixels, views) if device.type != "cuda" else normalise_for_gpu(pixels, views)
 
     return prepare
 
