@@ -39,6 +39,7 @@ from co2.bench.step import (
 from co2.config import Experiment
 from co2.data.open import open_data
 from co2.data.source import ArraySource, ImageSource
+from co2.engine.clock import Moment
 from co2.engine.trainer import Trainer
 from co2.errors import UserError
 from co2.machine import choose_device
@@ -244,7 +245,7 @@ def _warm_up_rare_steps(trainer: Trainer, batches: Iterator[Batch], loader: View
 def train_for(trainer: Trainer, batches: Iterator[Batch], seconds: float, steps: int | None = None) -> Stretch:
     """Trains for so many seconds, or steps, as a run does: it waits for the device where a run writes to its log."""
     device, log_every = trainer.device, trainer.experiment.monitoring.log_every
-    gaps: list[tuple[_Moment, _Moment]] = []
+    gaps: list[tuple[Moment, Moment]] = []
     measured: list[Tensor] = []  # since the last look, [5] each
     interval_speeds: list[float] = []
     images = images_before = bad = 0
@@ -252,11 +253,11 @@ def train_for(trainer: Trainer, batches: Iterator[Batch], seconds: float, steps:
     wait_for(device)
     started = looked = time.perf_counter()
     for count in itertools.count(1):
-        done = _Moment(device)
+        done = Moment(device)
         asked = time.perf_counter()
         batch = next(batches)
         loop_waited += time.perf_counter() - asked
-        gaps.append((done, _Moment(device)))
+        gaps.append((done, Moment(device)))
         measured.append(trainer.train_step(batch))
         images += batch.total
         bad += len(batch.bad)
@@ -274,24 +275,6 @@ def train_for(trainer: Trainer, batches: Iterator[Batch], seconds: float, steps:
     return Stretch(count, images, elapsed, gap, loop_waited, interval_speeds, bad)
 
 
-class _Moment:
-    """Now, on the device's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._time = 0.0
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-        else:
-            self._time = time.perf_counter()
-
-    def until(self, later: _Moment) -> float:
-        if self._event is None or later._event is None:
-            return later._time - self._time
-        return float(self._event.elapsed_time(later._event)) / 1e3
-
-
 def seconds_to_make_views(loader: ViewLoader, device: torch.device) -> float:
     """To make a batch of views on the stream of the training step, where that happens: else 0.
 
@@ -304,9 +287,9 @@ def seconds_to_make_views(loader: ViewLoader, device: torch.device) -> float:
         for number in range(min(_VIEWS_TIMED, loader.batches_per_epoch)):
             wait_for(device)
             torch.cuda._sleep(int(_AHEAD[number == 0] * 2e9))  # cycles, at 2 GHz at most
-            before = _Moment(device)
+            before = Moment(device)
             next(batches)
-            found.append((before, _Moment(device)))
+            found.append((before, Moment(device)))
         wait_for(device)
     return statistics.fmean(before.until(after) for before, after in found)
 

@@ -28,6 +28,7 @@ from co2.checkpoint import (
 from co2.config import Experiment
 from co2.data.open import DataSplits, open_data
 from co2.engine.advice import Advisor
+from co2.engine.clock import Moment
 from co2.engine.distributed import Processes, join_processes
 from co2.engine.monitor import Monitor
 from co2.engine.progress import Display, Quiet, choose_display
@@ -166,7 +167,7 @@ class Run:
 
     def _epoch(self, number: int, stop_requested: list[int]) -> None:
         """Train epoch `number`, counted from 0, or what is left of it."""
-        interval = Interval()
+        interval = Interval(self.trainer.device)
         batches = self.loader.epoch(number, first_batch=self.trainer.step % self.steps_per_epoch)
         for batch in interval.waiting_for(self.processes.batches(batches)):
             self._note_bad(batch)
@@ -314,12 +315,13 @@ class Run:
 class Interval:
     """What happens between two lines of the log. Measurements stay on the device until they are asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._start()
 
     def _start(self) -> None:
         self.started = time.perf_counter()
-        self.waited = 0.0
+        self.waits: list[tuple[Moment, Moment]] = []  # for each batch when it was asked for, and when it came
         self.measured: list[Tensor] = []  # of each step what `MEASURED` names, [5]
         self.batches: list[Tensor] = []  # of each step this process's images, [b]
         self.images = 0  # of all processes
@@ -329,13 +331,13 @@ class Interval:
         return len(self.measured)
 
     def waiting_for(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches, with the time spent waiting for them counted."""
+        """The same batches, with the time counted in which the device waited for them."""
         while True:
-            asked = time.perf_counter()
+            asked = Moment(self.device)
             batch = next(batches, None)
-            self.waited += time.perf_counter() - asked
             if batch is None:
                 return
+            self.waits.append((asked, Moment(self.device)))
             yield batch
 
     def add(self, measured: Tensor, batch: Batch) -> None:
@@ -357,7 +359,8 @@ class Interval:
         """What is written to the log; then counting starts anew."""
         values = dict(zip(MEASURED, torch.stack(self.measured).mean(dim=0).tolist(), strict=True))
         elapsed = time.perf_counter() - self.started
-        values |= {"images_per_second": self.images / elapsed, "waiting": self.waited / elapsed}
+        waited = sum(asked.until(came) for asked, came in self.waits)
+        values |= {"images_per_second": self.images / elapsed, "waiting": min(1.0, waited / elapsed)}
         self._start()
         return values
 
