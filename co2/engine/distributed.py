@@ -12,6 +12,7 @@ as errors, requests to stop and checkpoints, take gloo, which has patience and d
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import sys
 import uuid
@@ -290,7 +291,7 @@ def join_processes() -> Iterator[Processes]:
         store, rank, count = next(rendezvous("env://", timeout=PATIENCE))
         store = _unwritten(store, rank, count)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=PATIENCE)
-        atexit.register(dist.destroy_process_group)
+        atexit.register(_leave)
     try:
         yield Processes(launch)
     except SharedError:
@@ -307,6 +308,13 @@ def join_processes() -> Iterator[Processes]:
             "is above, if it had time for one. Nothing is lost but the steps since the last checkpoint: go on with "
             "--resume."
         ) from error
+
+
+def _leave() -> None:
+    """At the end of the process. What still holds on to the group goes first: a group that outlives Python takes the
+    process down with it, now and then."""
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def _unwritten(store: Any, rank: int, count: int) -> Any:

@@ -59,7 +59,7 @@ class Trainer:
         self.kind = self._kind_of_step()
         if self.kind == "compiled":
             self.mechanism.compile()
-        self._take_step = self._advance if self.kind == "eager" else CapturedStep(self._advance, tell)
+        self._captured = None if self.kind == "eager" else CapturedStep(self._advance, tell)
         self.mechanism.train()
 
     def _kind_of_step(self) -> Step:
@@ -82,7 +82,8 @@ class Trainer:
         views = batch.views.to(self.device, non_blocking=True)  # [V, b, 3, S, S] uint8
         images = batch.indices.to(self.device, non_blocking=True)  # [b]
         self._share = self.processes.share(batch.total, self.experiment.encoder.groups)
-        measured = self._take_step(views, images, self._chance(batch.total))
+        take_step = self._captured or self._advance
+        measured = take_step(views, images, self._chance(batch.total))
         self.step += 1
         return measured
 
