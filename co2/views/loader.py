@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data._utils import signal_handling
 
 from co2.data.source import BadImage, ImageSource
 from co2.errors import RunError, UserError
@@ -280,6 +281,10 @@ def _data_loader(dataset: Dataset[Any], sampler: _BatchesOfAnEpoch, workers: int
     return loader
 
 
+# When a worker dies, torch raises an error in the main thread, wherever that is just then: in the middle of a step,
+# say. Without its signal handler the death is noticed where the next batch is waited for, a few seconds later.
+signal_handling._SIGCHLD_handler_set = True
+
 _loaders: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
 
@@ -310,8 +315,10 @@ def _checked(loader: DataLoader[Any]) -> Iterator[Batch]:
                 # collector, and with it the loader, whose workers then take seconds to end.
                 raise type(batch)(str(batch))
             yield batch
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        # The connection to a worker breaks when it is ended in the middle of handing something over.
+        broken = loader.num_workers > 0 and isinstance(error, ConnectionError | EOFError)
+        if not broken and "DataLoader worker" not in str(error):
             raise
         raise WorkerLost(
             f"A process that prepares images was ended by the system ({error}). Most often memory ran out, or "
