@@ -326,7 +326,7 @@ def present(experiment: Experiment, device: torch.device, record: dict[str, Any]
         "memory GiB": record["memory_gib"],
     }
     show(f"training for {record['steps']:,} steps, {record['seconds']:.1f} s", [row])
-    show(f"where the time goes; parts of a step from an {record['parts_of']} one on noise",
+    show(f"where the time goes; parts of a step ({record['parts_of']}) are from steps on noise",
          parts_table(record, record["bound"]["by_part"]))  # fmt: skip
     for note in record["notes"]:
         print(note)

@@ -424,8 +424,11 @@ def test_many_runs_leak_nothing(tiny, tmp_path):
     before, memory = usage(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(1, 9):
         pretrain(tiny(), out=tmp_path / str(number))
-    # A leak would add one for each run; a thread that is just ending on a busy machine may still be there.
-    assert all(now <= then + 3 for now, then in zip(usage(), before, strict=True))
+    # On a busy machine the system may take a moment to clear away a thread that has been joined; a leak stays.
+    deadline = time.monotonic() + 10
+    while usage() != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert usage() == before
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 60_000  # KiB, of about 500,000
     sizes = [sum(f.stat().st_size for f in (tmp_path / str(n)).rglob("*") if f.is_file()) for n in (0, 8)]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
