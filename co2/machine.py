@@ -1,13 +1,18 @@
-"""What this process has to work with: its place among the processes of a run, a device, and CPU cores.
+"""What this process has to work with: its place among the processes of a run, a device, and CPU cores; and when to end.
 
 torch is imported where it is needed, so that the command line can ask about the launcher and answer at once.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from co2.errors import UserError
@@ -85,3 +90,41 @@ def choose_workers(asked: int, local_processes: int = 1) -> int:
         return asked
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(16, max(0, cores // local_processes - 1))
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM end up in the list instead of ending the program in the middle of something."""
+    requests: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield requests  # signals are the main thread's business
+        return
+
+    def request(number: int, frame: FrameType | None) -> None:
+        if requests and number == signal.SIGINT:  # Ctrl-C twice: the user does not want to wait
+            raise KeyboardInterrupt
+        # SIGTERM often comes twice, from a cluster and from its launcher.
+        requests.append(number)
+
+    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield requests
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def end_with_parent() -> None:
+    """For a worker process: it ends when the process that started it has ended, however that happened.
+
+    torch's workers look every few seconds whether their parent is there. But before they end they wait until all that
+    they made has been fetched, and where it was much, that is for ever.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "the main process has nobody to end with"
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()

@@ -43,6 +43,7 @@ from co2.data.packed import (
 )
 from co2.data.source import BadImage, ImageSource, in_words, printable
 from co2.errors import RunError, UserError
+from co2.machine import end_with_parent
 
 SHORTER_SIDE, QUALITY = 256, 90
 _LOCK = ".lock"
@@ -237,7 +238,7 @@ def _packed_images(source: ImageSource, recipe: _Recipe, first: int, workers: in
         batch_size=None,
         num_workers=workers,
         collate_fn=_as_it_is,
-        worker_init_fn=_leave_interrupts_to_the_parent,
+        worker_init_fn=_begin_worker,
     )
     try:
         yield from loader
@@ -250,8 +251,9 @@ def _packed_images(source: ImageSource, recipe: _Recipe, first: int, workers: in
         ) from None
 
 
-def _leave_interrupts_to_the_parent(worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _begin_worker(worker: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
+    end_with_parent()
 
 
 def _as_it_is(batch: Any) -> Any:  # by name, because a worker that is not forked cannot be sent a lambda
@@ -456,7 +458,7 @@ def _claimed(folder: str) -> Iterator[None]:
     with open(path, "ab") as lock:
         try:
             # The system lets go of it when this process ends, however that happens. Not flock: the workers would
-            # inherit it, and hold on to it for seconds after their parent was killed.
+            # inherit it, and hold on to it for a moment after their parent was killed.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise UserError(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import errno
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -35,7 +32,7 @@ from co2.engine.progress import Display, Quiet, choose_display
 from co2.engine.records import BAD_IMAGES, Records, Unwritten, claim_folder
 from co2.engine.trainer import MEASURED, Trainer
 from co2.errors import RunError, UserError
-from co2.machine import choose_device, choose_workers
+from co2.machine import choose_device, choose_workers, stop_requests
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch
 
@@ -150,7 +147,7 @@ class Run:
     def execute(self) -> None:
         """Train from where the trainer stands to the end, and write the backbone."""
         try:
-            with _stop_requests() as requested:
+            with stop_requests() as requested:
                 if self.trainer.step == 0:
                     self._measure(0)
                 while self.trainer.step < self.trainer.steps:
@@ -399,25 +396,3 @@ def memory_advice(run: Path) -> str:
         "These make another run: start it with another --out. Another program on the same GPU is worth a look too "
         "(nvidia-smi)."
     )
-
-
-@contextmanager
-def _stop_requests() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM end up in the list instead of ending the program in the middle of a step."""
-    requests: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield requests  # signals are the main thread's business
-        return
-
-    def request(number: int, frame: FrameType | None) -> None:
-        if requests and number == signal.SIGINT:  # Ctrl-C twice: the user does not want to wait
-            raise KeyboardInterrupt
-        # SIGTERM often comes twice, from a cluster and from its launcher.
-        requests.append(number)
-
-    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield requests
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

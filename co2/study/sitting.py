@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from co2.checkpoint import BACKBONE, CONFIG
@@ -25,7 +24,7 @@ from co2.config import Experiment, differences
 from co2.data.open import VALIDATION, open_data, validation_of
 from co2.engine.records import METRICS
 from co2.errors import UserError
-from co2.machine import choose_workers
+from co2.machine import choose_workers, stop_requests
 from co2.study.cell import Job
 from co2.study.grids import cost_of
 from co2.study.plan import CELLS, FAILED, Cell, Plan
@@ -209,7 +208,7 @@ class _Sitting:
 
     def work(self) -> None:
         """Start, watch and stop processes until nothing is left to do."""
-        with _stop_requests() as requested, self._display() as show:
+        with stop_requests() as requested, self._display() as show:
             try:
                 while self.running or (self.waiting and self._may_start(requested)):
                     while self.waiting and len(self.running) < self.circumstances.jobs and self._may_start(requested):
@@ -403,21 +402,3 @@ def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} seconds"
     return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
-
-
-@contextmanager
-def _stop_requests() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM end up in the list, to be passed on; Ctrl-C twice ends everything at once."""
-    requests: list[int] = []
-
-    def request(number: int, frame: FrameType | None) -> None:
-        if requests and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        requests.append(number)
-
-    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield requests
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

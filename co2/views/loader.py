@@ -22,6 +22,7 @@ from torch.utils.data._utils import signal_handling
 
 from co2.data.source import BadImage, ImageSource
 from co2.errors import RunError, UserError
+from co2.machine import end_with_parent
 from co2.philox import Stream, permutation
 from co2.views.batched import LARGEST_SIZE, make_views
 from co2.views.parameters import draw
@@ -273,7 +274,7 @@ def _data_loader(dataset: Dataset[Any], sampler: _BatchesOfAnEpoch, workers: int
         batch_sampler=sampler,
         num_workers=workers,
         collate_fn=_as_it_is,
-        worker_init_fn=_leave_signals_to_the_run,
+        worker_init_fn=_begin_worker,
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
     )
@@ -296,7 +297,8 @@ def _end_workers() -> None:
             loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
-def _leave_signals_to_the_run(worker: int) -> None:
+def _begin_worker(worker: int) -> None:
+    end_with_parent()
     # Ctrl-C, and a launcher's SIGTERM, reach a run's workers too. The run finishes its step, for which it needs them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -368,15 +369,35 @@ def test_the_state_never_speaks_of_bytes_that_a_power_failure_could_take(
     assert replaced == [(UNFINISHED, set())] * 5 + [(MANIFEST, set())]  # at the beginning and for each two of 7 images
 
 
+def at_work(process: int) -> bool:
+    """Whether there is such a process. One that has ended, but that nobody has asked how, is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_killed_with_workers_and_resumed_by_the_command(tmp_path: Path) -> None:
     pictures(tmp_path / "in", 150)
     code = (
-        "import os, signal, sys\nfrom co2.data import pack_writer\npack_writer._SECONDS_BETWEEN_COMMITS = 0.0\n"
-        "def kill(done, total):\n    if done >= 70: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import multiprocessing, os, signal, sys\nfrom co2.data import pack_writer\n"
+        "pack_writer._SECONDS_BETWEEN_COMMITS = 0.0\n"
+        "def kill(done, total):\n    if done >= 70:\n"
+        "        print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "pack_writer.write_pack(sys.argv[1], sys.argv[2], workers=2, progress=kill)\n"
     )
     command = [sys.executable, "-c", code, tmp_path / "in", tmp_path / "out"]
-    assert subprocess.run(command).returncode == -signal.SIGKILL
+    with open(tmp_path / "workers", "w") as file:  # not a pipe, whose end would not come before the workers'
+        assert subprocess.run(command, stdout=file).returncode == -signal.SIGKILL
+    workers = [int(word) for word in (tmp_path / "workers").read_text().split()]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 30
+    while (left := [worker for worker in workers if at_work(worker)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for worker in left:
+        os.kill(worker, signal.SIGKILL)
+    assert left == []
     with pytest.raises(UserError, match="unfinished"):
         open_data(str(tmp_path / "out"))
     seen: list[tuple[int, int]] = []
