@@ -209,8 +209,8 @@ class Run:
             images = self.processes.joined(interval.images_of(diverged))
             self.processes.first(lambda: self._give_up(step - interval.steps + diverged + 1, images))
         values = interval.averages() | {"learning_rate": learning_rate}
-        if self.loader.lost_workers > self._lost_workers:
-            self._lost_workers = self.loader.lost_workers
+        if self.loader.workers.lost > self._lost_workers:
+            self._lost_workers = self.loader.workers.lost
             self.display.say("A process that prepares images was ended by the system and has been replaced.")
         self._record("train", values)
         self.display.interval(self.trainer.step, values)

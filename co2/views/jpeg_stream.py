@@ -35,7 +35,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from co2.data.decode import MOST_PIXELS, decode_image
 from co2.data.source import ImageSource
 from co2.errors import UserError
-from co2.views.loader import Batch, ViewLoader, _readable
+from co2.views.loader import Batch, ViewLoader, readable
 from co2.views.parameters import ViewParameters, draw
 from co2.views.resident import views_of
 from co2.views.specification import Augmentation
@@ -123,7 +123,7 @@ class JpegViews(ViewLoader):
     def epoch(self, number: int, first_batch: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from number `first_batch` on."""
         wholes, own = self._batches(number, first_batch)
-        files = self._by_workers(number, [some for images in own for some in images.split(READ_AT_ONCE)])
+        files = self.workers.results([some for images in own for some in images.split(READ_AT_ONCE)], number)
 
         def made() -> Iterator[_Made]:
             for whole, images in zip(wholes, own, strict=True):
@@ -137,7 +137,7 @@ class JpegViews(ViewLoader):
         finally:
             ahead.close()
             atexit.unregister(ahead.close)
-            files.close()  # type: ignore[attr-defined]  # which is a generator
+            files.close()
 
     def _make(self, epoch: int, files: Iterator[_Files], total: int) -> _Made:
         """A batch from what has been read of it."""
@@ -211,7 +211,7 @@ class JpegViews(ViewLoader):
             if not picture.encoded:
                 image = picture.data.view(3, *picture.size)
             elif image is None or image.shape != (3, *picture.size):  # the CPU's decoder judges
-                index, image = _readable(self._source, picture.used, bad)
+                index, image = readable(self._source, picture.used, bad)
             used.append(index)
             images.append(image.to(self._device))
         return used, images
@@ -258,7 +258,7 @@ class _Reading(Dataset[Any]):
         bad: dict[int, str] = {}
         for _, index in wanted:
             try:
-                one, (data, size) = cast(Any, _readable(cast(ImageSource, self.source), index, bad))
+                one, (data, size) = cast(Any, readable(cast(ImageSource, self.source), index, bad))
             except UserError as error:
                 return error  # as a value, because torch wraps what a worker raises in a page of traceback
             used.append(one)
@@ -270,7 +270,7 @@ class _Reading(Dataset[Any]):
 
 
 class _EncodedOrPixels:
-    """A source for `_readable`: an image is a plain JPEG's bytes and its size, or else its pixels, and None."""
+    """A source for `readable`: an image is a plain JPEG's bytes and its size, or else its pixels, and None."""
 
     def __init__(self, source: ImageSource) -> None:
         self.source = source

@@ -9,10 +9,9 @@ from __future__ import annotations
 import atexit
 import signal
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +28,8 @@ from co2.views.parameters import draw
 from co2.views.specification import Augmentation
 from co2.views.transform import make_view, plain_view
 
-_BAD_IN_A_ROW = 50  # so many unreadable images one after the other are no accident
-_WORKERS_TO_LOSE = 3  # replaced without ado in the life of a loader
+BAD_IN_A_ROW = 50  # so many unreadable images one after the other are no accident
+_WORKERS_TO_LOSE = 3  # and to replace without ado, in the life of a loader
 _BYTES_HELD = 64 << 20  # a batch of photographs can be gigabytes: only so much of it is decoded at a time
 
 
@@ -93,12 +92,7 @@ class ViewLoader:
         self._seed = seed
         self._smallest = smallest
         self._share = share
-        self._sampler = _BatchesOfAnEpoch()
-        work = self._work(source, augmentation, views, seed)
-        self._new_loader = partial(_data_loader, work, self._sampler, workers)
-        self._loader = self._new_loader()
-        self.lost_workers = 0
-        """How many workers the system has ended so far. A few are replaced; more than that are no accident."""
+        self.workers = Workers(self._work(source, augmentation, views, seed), workers)
 
     @staticmethod
     def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Dataset[Any]:
@@ -113,7 +107,7 @@ class ViewLoader:
     def epoch(self, number: int, first_batch: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from number `first_batch` on."""
         wholes, own = self._batches(number, first_batch)
-        for batch, whole in zip(self._by_workers(number, own), wholes, strict=True):
+        for batch, whole in zip(self.workers.results(own, number), wholes, strict=True):
             yield replace(batch, total=len(whole))
 
     def _batches(self, epoch: int, first: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -122,22 +116,6 @@ class ViewLoader:
         wholes = list(order.split(self._batch_size)[first : self.batches_per_epoch])
         return wholes, [whole[self._share(len(whole))] for whole in wholes]
 
-    def _by_workers(self, epoch: int, wanted: list[Tensor]) -> Iterator[Any]:
-        """What the workers make of each of these lists of images [b]."""
-        done = 0
-        while done < len(wanted):
-            self._sampler.epoch = epoch
-            self._sampler.batches = tuple(wanted[done:])
-            try:
-                for made in _checked(self._loader):
-                    yield made
-                    done += 1
-            except WorkerLost:
-                self.lost_workers += 1
-                if self.lost_workers > _WORKERS_TO_LOSE:
-                    raise
-                self._loader = self._new_loader()  # workers keep no state: new ones go on where they were
-
 
 def plain_batches(source: ImageSource, size: int, batch_size: int, workers: int) -> Iterator[Batch]:
     """Every image once, in the order of the source, without augmentation: for features and evaluation.
@@ -145,10 +123,8 @@ def plain_batches(source: ImageSource, size: int, batch_size: int, workers: int)
     Views are [1, B, 3, size, size]. An image that cannot be read is left out and named, so that a batch may be shorter
     than the others; none is empty.
     """
-    sampler = _BatchesOfAnEpoch()
-    sampler.batches = torch.arange(len(source)).split(batch_size)
     ready: Batch | None = None  # given out when the next one is there, so that it can report for empty ones after it
-    for batch in _checked(_data_loader(_PlainViews(source, size), sampler, workers)):
+    for batch in Workers(_PlainViews(source, size), workers).results(torch.arange(len(source)).split(batch_size)):
         if ready is None:
             ready = batch
         elif len(ready.indices) == 0 or len(batch.indices) == 0:
@@ -162,11 +138,57 @@ def plain_batches(source: ImageSource, size: int, batch_size: int, workers: int)
     yield ready
 
 
+class Workers:
+    """Processes that prepare images; where `count` is 0, this process does it itself.
+
+    They begin when results are first wanted, and serve whoever wants some, one after the other, until `end`.
+    """
+
+    def __init__(self, work: Dataset[Any], count: int) -> None:
+        """`work.__getitems__` makes one result of a list of (epoch, index)."""
+        self._batches = _BatchesOfAnEpoch()
+        self._loader: DataLoader[Any] = DataLoader(
+            work,
+            batch_sampler=self._batches,
+            num_workers=count,
+            collate_fn=_as_it_is,
+            worker_init_fn=_begin_worker,
+            persistent_workers=count > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+        self.lost = 0
+        """How many the system has ended so far. A few are replaced; more than that are no accident."""
+        _all_workers.add(self)
+
+    def results(self, wanted: Sequence[Tensor], epoch: int = 0) -> Generator[Any, None, None]:
+        """What is made of each of these lists of images [b], in order."""
+        done = 0
+        while done < len(wanted):
+            self._batches.epoch = epoch
+            self._batches.batches = wanted[done:]
+            try:
+                for result in _checked(self._loader):
+                    yield result
+                    done += 1
+            except WorkerLost:
+                self.end()  # workers keep no state: new ones go on where these were
+                self.lost += 1
+                if self.lost > _WORKERS_TO_LOSE:
+                    raise
+
+    def end(self) -> None:
+        """End the processes. New ones begin when results are wanted again."""
+        iterator: Any = self._loader._iterator
+        if iterator is not None:
+            iterator._shutdown_workers()
+            self._loader._iterator = None
+
+
 class _BatchesOfAnEpoch(Sampler[list[tuple[int, int]]]):
     """Tells workers what to do next: a list of (epoch, index). Set before each epoch; workers keep no state."""
 
     epoch = 0
-    batches: tuple[Tensor, ...] = ()
+    batches: Sequence[Tensor] = ()
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch = self.epoch
@@ -192,7 +214,7 @@ class _AugmentedViews(Dataset[Any]):
         with _one_thread():
             for _, index in wanted:
                 try:
-                    used, image = _readable(self.source, index, bad)
+                    used, image = readable(self.source, index, bad)
                 except UserError as error:
                     return error  # as a value, because torch wraps what a worker raises in a page of traceback
                 indices.append(used)
@@ -240,19 +262,24 @@ class _PlainViews(Dataset[Any]):
         return Batch(torch.tensor(indices, dtype=torch.int64), views[:, : len(indices)], bad, len(indices))
 
 
-def _readable(source: ImageSource, index: int, bad: dict[int, str]) -> tuple[int, Tensor]:
+def readable(source: ImageSource, index: int, bad: dict[int, str]) -> tuple[int, Tensor]:
     """The image at `index`, or the next one that can be read: a function of `index`, whichever worker asks.
 
     Writes down in `bad` what was passed over on the way.
     """
-    for step in range(min(_BAD_IN_A_ROW, len(source))):
+    for step in range(min(BAD_IN_A_ROW, len(source))):
         used = (index + step) % len(source)
         try:
             return used, source.image(used)
         except BadImage as error:
             bad[used] = str(error)
-    raise RunError(
-        f"{step + 1} images in a row could not be read, the last one being {source.describe(used)} ({bad[used]}). "
+    raise too_many_in_a_row(source, step + 1, used, bad[used])
+
+
+def too_many_in_a_row(source: ImageSource, count: int, last: int, reason: str) -> RunError:
+    """To be raised when `count` images up to number `last` could not be read, that one for this reason."""
+    return RunError(
+        f"{count} images in a row could not be read, the last one being {source.describe(last)} ({reason}). "
         "Is the folder with the images still there? The run can be continued with --resume."
     )
 
@@ -268,33 +295,18 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _data_loader(dataset: Dataset[Any], sampler: _BatchesOfAnEpoch, workers: int) -> DataLoader[Any]:
-    loader: DataLoader[Any] = DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        worker_init_fn=_begin_worker,
-        persistent_workers=workers > 0,
-        pin_memory=torch.cuda.is_available(),
-    )
-    _loaders.add(loader)
-    return loader
-
-
 # When a worker dies, torch raises an error in the main thread, wherever that is just then: in the middle of a step,
 # say. Without its signal handler the death is noticed where the next batch is waited for, a few seconds later.
 signal_handling._SIGCHLD_handler_set = True
 
-_loaders: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+_all_workers: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
 @atexit.register
-def _end_workers() -> None:
+def _end_all_workers() -> None:
     """Python ends with a SIGTERM for workers that are still there, and waits; but they do not listen to it."""
-    for loader in list(_loaders):
-        if loader._iterator is not None:
-            loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
+    for workers in list(_all_workers):
+        workers.end()
 
 
 def _begin_worker(worker: int) -> None:
@@ -308,15 +320,15 @@ def _as_it_is(batch: Any) -> Any:  # by name, because a worker that is not forke
     return batch
 
 
-def _checked(loader: DataLoader[Any]) -> Iterator[Batch]:
-    """The batches of a loader; what went wrong in a worker is told in a plain sentence."""
+def _checked(loader: DataLoader[Any]) -> Iterator[Any]:
+    """What a loader gives; what went wrong in a worker is told in a plain sentence."""
     try:
-        for batch in loader:
-            if isinstance(batch, UserError):
+        for result in loader:
+            if isinstance(result, UserError):
                 # A new one: an error that is also a variable of the frame it remembers is only freed by the garbage
                 # collector, and with it the loader, whose workers then take seconds to end.
-                raise type(batch)(str(batch))
-            yield batch
+                raise type(result)(str(result))
+            yield result
     except (RuntimeError, ConnectionError, EOFError) as error:
         # The connection to a worker breaks when it is ended in the middle of handing something over.
         broken = loader.num_workers > 0 and isinstance(error, ConnectionError | EOFError)

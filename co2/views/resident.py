@@ -9,26 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from itertools import groupby
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from co2.data.source import BadImage, ImageSource
-from co2.errors import RunError, UserError
+from co2.errors import UserError
 from co2.philox import Stream, permutation
-from co2.views.loader import (
-    _BAD_IN_A_ROW,
-    _WORKERS_TO_LOSE,
-    Batch,
-    ViewLoader,
-    WorkerLost,
-    _BatchesOfAnEpoch,
-    _checked,
-    _data_loader,
-)
+from co2.views.loader import BAD_IN_A_ROW, Batch, ViewLoader, Workers, too_many_in_a_row
 from co2.views.parameters import ViewParameters, draw
 from co2.views.specification import Augmentation
 from co2.views.transform import make_view
@@ -114,16 +105,20 @@ class ResidentViews(ViewLoader):
             views=views,
             batch_size=batch_size,
             seed=seed,
-            workers=0,
+            workers=workers,
             smallest=smallest,
             share=share,
         )
         self._augmentation = augmentation
         self._views = views
         self._device = device
-        self.images, self.lost_workers = load_images(source, device, workers, most_bytes, progress)
+        self.images = _load_images(source, self.workers, device, most_bytes, progress)
         self._used, self._passed_over = _replacements(source, self.images.bad)
         self._used = self._used.to(device)  # [N]
+
+    @staticmethod
+    def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Dataset[Any]:
+        return _WholeImages(source)
 
     def epoch(self, number: int, first_batch: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from number `first_batch` on."""
@@ -175,49 +170,36 @@ class ResidentViews(ViewLoader):
         return {batch: list(reasons.items()) for batch, reasons in found.items()}
 
 
-def load_images(
-    source: ImageSource, device: torch.device, workers: int, most_bytes: int | None, progress: Progress | None
-) -> tuple[ImagesOnDevice, int]:
-    """All images of a source on the device, and how many of the processes that read them had to be replaced."""
+def _load_images(
+    source: ImageSource, workers: Workers, device: torch.device, most_bytes: int | None, progress: Progress | None
+) -> ImagesOnDevice:
+    """All images of a source on the device, read by these workers, who end with it."""
     stacked = source.stacked()
     if stacked is not None:
-        return _load_stacked(stacked, device, most_bytes), 0
+        return _load_stacked(stacked, device, most_bytes)
     buffer = _Pixels(device, most_bytes)
     sizes = torch.zeros(len(source), 2, dtype=torch.int64)  # [N, 2]: height and width
     bad: dict[int, str] = {}
-    done = lost = 0
-    while done < len(source):
-        sampler = _BatchesOfAnEpoch()
-        sampler.batches = torch.arange(done, len(source)).split(_READ_AT_ONCE)
-        loader = _data_loader(_WholeImages(source), sampler, workers)
-        try:
-            for pack in cast(Iterator[_Pack], _checked(loader)):
-                sizes[done : done + len(pack.sizes)] = pack.sizes
-                done += len(pack.sizes)
-                bad |= pack.bad
-                _check_row(source, bad, done)
-                buffer.append(pack.pixels, done / len(source))
-                if progress is not None:
-                    progress(done, len(source))
-        except WorkerLost:
-            lost += 1
-            if lost > _WORKERS_TO_LOSE:
-                raise
-        finally:
-            _end_workers(loader)
+    done = 0
+    try:
+        pack: _Pack
+        for pack in workers.results(torch.arange(len(source)).split(_READ_AT_ONCE)):
+            sizes[done : done + len(pack.sizes)] = pack.sizes
+            done += len(pack.sizes)
+            bad |= pack.bad
+            _check_row(source, bad, done)
+            buffer.append(pack.pixels, done / len(source))
+            if progress is not None:
+                progress(done, len(source))
+    finally:
+        # Not when nobody knows them any more: whoever keeps an error keeps them with it, and a process does not end
+        # while it has workers.
+        workers.end()
     heights, widths = sizes.unbind(1)  # [N] each
     lengths = 3 * heights * widths
     offsets = lengths.cumsum(0) - lengths  # [N]
     heights, widths, offsets = heights.to(device), widths.to(device), offsets.to(device)
-    return ImagesOnDevice(buffer.pixels[: buffer.used], offsets, heights, widths, bad), lost
-
-
-def _end_workers(loader: DataLoader[Any]) -> None:
-    """Here, and not when nobody knows the loader any more: whoever keeps an error keeps the loader with it, and a
-    process does not end while it has workers."""
-    iterator: Any = loader._iterator
-    if iterator is not None:
-        iterator._shutdown_workers()
+    return ImagesOnDevice(buffer.pixels[: buffer.used], offsets, heights, widths, bad)
 
 
 def _load_stacked(stacked: np.ndarray, device: torch.device, most_bytes: int | None) -> ImagesOnDevice:
@@ -292,14 +274,14 @@ class _WholeImages(Dataset[Any]):
 
 def _check_row(source: ImageSource, bad: dict[int, str], done: int) -> None:
     """Give up on the images up to `done` if too many in a row could not be read."""
-    limit = min(_BAD_IN_A_ROW, len(source))
+    limit = min(BAD_IN_A_ROW, len(source))
     if len(bad) < limit:
         return
     row = 0
     for index in range(max(0, done - _READ_AT_ONCE - limit), done):
         row = row + 1 if index in bad else 0
         if row == limit:
-            raise _too_many_in_a_row(source, limit, index, bad[index])
+            raise too_many_in_a_row(source, limit, index, bad[index])
 
 
 def _replacements(source: ImageSource, bad: dict[int, str]) -> tuple[Tensor, dict[int, list[int]]]:
@@ -311,16 +293,9 @@ def _replacements(source: ImageSource, bad: dict[int, str]) -> tuple[Tensor, dic
         following = index
         while following in bad:
             others.append(following)
-            if len(others) == min(_BAD_IN_A_ROW, len(source)):
-                raise _too_many_in_a_row(source, len(others), following, bad[following])
+            if len(others) == min(BAD_IN_A_ROW, len(source)):
+                raise too_many_in_a_row(source, len(others), following, bad[following])
             following = (following + 1) % len(source)
         used[index] = following
         passed_over[index] = others
     return used, passed_over
-
-
-def _too_many_in_a_row(source: ImageSource, count: int, last: int, reason: str) -> RunError:
-    return RunError(
-        f"{count} images in a row could not be read, the last one being {source.describe(last)} ({reason}). "
-        "Is the folder with the images still there? The run can be continued with --resume."
-    )

@@ -265,7 +265,7 @@ def test_a_lost_worker_is_replaced_and_nothing_is_missing(tmp_path):
     ours = jpeg_views(source, batch_size=4, workers=2)
     batches = ours.epoch(0)
     got = [next(batches)]
-    for worker in ours._loader._iterator._workers:
+    for worker in ours.workers._loader._iterator._workers:
         os.kill(worker.pid, signal.SIGKILL)
     got += list(batches)
     assert_same_batches(got, list(view_loader(source, batch_size=4).epoch(0)))

@@ -194,7 +194,7 @@ def test_workers_leave_signals_to_the_run():
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(worker.pid, number)
     assert len(seen + list(batches)) == 8
-    assert views.lost_workers == 0
+    assert views.workers.lost == 0
 
 
 def test_bad_images_are_replaced_by_the_next_readable_one_and_named():

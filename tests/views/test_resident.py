@@ -16,7 +16,7 @@ from co2.data.source import ArraySource, BadImage, ImageSource
 from co2.errors import RunError, UserError
 from co2.views import resident
 from co2.views.loader import WorkerLost
-from co2.views.resident import DoesNotFit, ResidentViews, load_images
+from co2.views.resident import DoesNotFit, ResidentViews
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from hostile import CORPUS
@@ -118,8 +118,9 @@ def test_images_that_grow_fit_into_memory_that_grows(monkeypatch):
             return torch.full((3, 1 + index * index // 8, 5), index, dtype=torch.uint8)
 
     monkeypatch.setattr(resident, "_READ_AT_ONCE", 4)
-    images, lost = load_images(Growing(40), CPU, 0, None, None)
-    assert lost == 0
+    ours = resident_views(Growing(40))
+    assert ours.workers.lost == 0
+    images = ours.images
     assert images.heights.tolist() == [1 + index * index // 8 for index in range(40)]
     ends = (images.offsets + 3 * images.heights * images.widths).tolist()
     assert images.offsets.tolist() == [0, *ends[:-1]]
@@ -190,7 +191,7 @@ class DiesOnce(Pictures):
 def test_a_worker_that_dies_is_replaced(tmp_path):
     source = DiesOnce(100, str(tmp_path / "died"))
     ours = resident_views(source, workers=1)
-    assert ours.lost_workers == 1
+    assert ours.workers.lost == 1
     assert_same_batches(list(ours.epoch(0)), list(view_loader(source).epoch(0)))
 
 
