@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -91,52 +91,31 @@ def choose_input(
             and nine tenths where `resident` is asked for by name.
         progress: told how far `resident` is with reading.
     """
+    common: dict[str, Any] = {
+        "source": source,
+        "augmentation": augmentation,
+        "views": views,
+        "batch_size": batch_size,
+        "seed": seed,
+        "workers": workers,
+        "smallest": smallest,
+        "share": share,
+    }
 
     def with_workers(why: str) -> tuple[ViewLoader, str]:
-        loader = ViewLoader(
-            source,
-            augmentation,
-            views=views,
-            batch_size=batch_size,
-            seed=seed,
-            workers=workers,
-            smallest=smallest,
-            share=share,
-        )
+        loader = ViewLoader(**common)
         by = f"{workers} worker process{'es' if workers != 1 else ''}" if workers else "the training process itself"
         return loader, f"Images are read and augmented by {by}: {why}."
 
     def resident(most_bytes: int | None) -> tuple[ViewLoader, str]:
-        loader = ResidentViews(
-            source,
-            augmentation,
-            views=views,
-            batch_size=batch_size,
-            seed=seed,
-            device=device,
-            workers=workers,
-            smallest=smallest,
-            share=share,
-            most_bytes=most_bytes,
-            progress=progress,
-        )
+        loader = ResidentViews(**common, device=device, most_bytes=most_bytes, progress=progress)
         used = in_bytes(loader.images.pixels.numel())
         allowed = f" of the {in_bytes(most_bytes)} allowed" if most_bytes is not None else ""
         where = "on the GPU" if device.type == "cuda" else "in memory"
         return loader, f"All {len(source):,} images lie {where} and are augmented there: {used}{allowed}."
 
     def jpeg(why: str) -> tuple[ViewLoader, str]:
-        loader = JpegViews(
-            source,
-            augmentation,
-            views=views,
-            batch_size=batch_size,
-            seed=seed,
-            device=device,
-            workers=workers,
-            smallest=smallest,
-            share=share,
-        )
+        loader = JpegViews(**common, device=device)
         where = "GPU" if device.type == "cuda" else "CPU"
         readers = min(workers, MOST_READERS)
         by = f"{readers} worker process{'es' if readers != 1 else ''}" if readers else "a thread"
