@@ -33,8 +33,6 @@ _ROWS = 32  # of a tile
 _CHANNELS = 64  # likewise, at most
 _TILES = 4  # loaded at once, so that enough bytes are on their way to keep the memory busy
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 class Running(NamedTuple):
     """What a layer remembers of the batches it has seen, changed in place."""
@@ -436,15 +434,16 @@ def _input_gradient_kernel(
         tl.store(dx + place, result.to(dx.dtype.element_ty), mask=wanted)
 
     # The gradients of weight and bias are the sums over all groups: again for one program of each block of channels.
-    if dweight is not None:
-        if (tile == 0) & (group == 0):
-            total = tl.zeros((CHANNELS,), tl.float32)
-            for other in range(groups):
-                total += tl.load(products + other * channels + column, mask=inside, other=0.0)
-            tl.store(dweight + column, total.to(dweight.dtype.element_ty), mask=inside)
-    if dbias is not None:
-        if (tile == 0) & (group == 0):
-            total = tl.zeros((CHANNELS,), tl.float32)
-            for other in range(groups):
-                total += tl.load(sums + other * channels + column, mask=inside, other=0.0)
-            tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=inside)
+    if (tile == 0) & (group == 0):
+        _store_sum_over_groups(products, dweight, groups, channels, column, inside)
+        _store_sum_over_groups(sums, dbias, groups, channels, column, inside)
+
+
+@triton.jit
+def _store_sum_over_groups(of_groups, whole, groups, channels, column, inside):
+    """Add up a row of `of_groups` [G, C] for each group in `whole` [C], where there is one."""
+    if whole is not None:
+        total = tl.zeros(column.shape, tl.float32)
+        for group in range(groups):
+            total += tl.load(of_groups + group * channels + column, mask=inside, other=0.0)
+        tl.store(whole + column, total.to(whole.dtype.element_ty), mask=inside)
