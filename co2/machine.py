@@ -93,6 +93,25 @@ def choose_workers(asked: int, local_processes: int = 1) -> int:
 
 
 @contextmanager
+def stream_of_its_own(device: torch.device) -> Iterator[None]:
+    """Give a GPU the work of this thread on another stream than its default one.
+
+    Streams of libraries, such as those of the JPEG decoder, take turns with the default stream: what is decoded in
+    another thread would wait for whole training steps, and they for it.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    import torch
+
+    stream, default = torch.cuda.Stream(device), torch.cuda.default_stream(device)
+    stream.wait_stream(default)
+    with torch.cuda.stream(stream):
+        yield
+    default.wait_stream(stream)
+
+
+@contextmanager
 def stop_requests() -> Iterator[list[int]]:
     """Ctrl-C and SIGTERM end up in the list instead of ending the program in the middle of something."""
     requests: list[int] = []

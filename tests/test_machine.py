@@ -1,8 +1,11 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from torchvision.io import decode_jpeg, encode_jpeg
 
 import co2
-from co2.machine import choose_device, choose_workers
+from co2.machine import choose_device, choose_workers, stream_of_its_own
 
 
 @pytest.mark.parametrize(("name", "message"), [("tpu9", "no device"), ("meta", "not supported")])
@@ -22,3 +25,21 @@ def test_workers_as_asked_or_as_the_machine_has():
     assert choose_workers(0) == 0
     assert choose_workers(5) == 5
     assert 0 <= choose_workers(-1) <= 16
+
+
+@pytest.mark.gpu
+def test_on_a_stream_of_its_own_a_long_step_does_not_hold_up_the_decoder():
+    device = torch.device("cuda")
+    jpeg = encode_jpeg(torch.zeros(3, 64, 64, dtype=torch.uint8))
+    decode_jpeg([jpeg] * 2, device=device)  # starts the decoder
+    torch.cuda.synchronize()
+    with stream_of_its_own(device):
+        torch.cuda._sleep(2_000_000_000)  # cycles: a second
+        step_is_over = torch.cuda.Event()
+        step_is_over.record()
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            thread.submit(lambda: decode_jpeg([jpeg] * 32, device=device)[-1].cpu()).result()
+        assert not step_is_over.query()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    torch.cuda.default_stream().synchronize()
+    assert step_is_over.query()  # what follows outside comes after it

@@ -42,7 +42,7 @@ from co2.data.source import ArraySource, ImageSource
 from co2.engine.clock import Moment
 from co2.engine.trainer import Trainer
 from co2.errors import UserError
-from co2.machine import choose_device
+from co2.machine import choose_device, stream_of_its_own
 from co2.views.loader import Batch, ViewLoader
 from co2.views.resident import ResidentViews
 
@@ -214,19 +214,20 @@ def measure_training(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
-    loader, sentence = open_loader(experiment, source, device)
-    print(sentence, flush=True)
-    trainer = Trainer(experiment, len(source), _MANY_STEPS, device, tell=notes.append)
-    with contextlib.closing(endless_batches(loader)) as batches:
-        for batch in itertools.islice(batches, warm_up_steps(device)):
-            trainer.train_step(batch)
-        wait_for(device)
-        start_seconds = time.perf_counter() - start
-        _warm_up_rare_steps(trainer, batches, loader)
-        with during or contextlib.nullcontext():
-            stretch = train_for(trainer, batches, seconds, steps)
-    memory, _ = peak_memory_gib(device)
-    views_seconds = seconds_to_make_views(loader, device)
+    with stream_of_its_own(device):  # as in a run
+        loader, sentence = open_loader(experiment, source, device)
+        print(sentence, flush=True)
+        trainer = Trainer(experiment, len(source), _MANY_STEPS, device, tell=notes.append)
+        with contextlib.closing(endless_batches(loader)) as batches:
+            for batch in itertools.islice(batches, warm_up_steps(device)):
+                trainer.train_step(batch)
+            wait_for(device)
+            start_seconds = time.perf_counter() - start
+            _warm_up_rare_steps(trainer, batches, loader)
+            with during or contextlib.nullcontext():
+                stretch = train_for(trainer, batches, seconds, steps)
+        memory, _ = peak_memory_gib(device)
+        views_seconds = seconds_to_make_views(loader, device)
     return TrainMeasurement(sentence, trainer.kind, stretch, start_seconds, views_seconds, memory, notes)
 
 

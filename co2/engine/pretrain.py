@@ -32,7 +32,7 @@ from co2.engine.progress import Display, Quiet, choose_display
 from co2.engine.records import BAD_IMAGES, Records, Unwritten, claim_folder
 from co2.engine.trainer import MEASURED, Trainer
 from co2.errors import RunError, UserError
-from co2.machine import choose_device, choose_workers, stop_requests
+from co2.machine import choose_device, choose_workers, stop_requests, stream_of_its_own
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch
 
@@ -67,7 +67,7 @@ def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str
         images = processes.joined([len(splits.train)])  # for each process
         processes.first(lambda: check_sizes(experiment, images))
         processes.first(lambda: claimed.enter_context(claim_folder(run, experiment)))
-        with _explained(run):
+        with _explained(run), stream_of_its_own(device):
             Run(experiment, splits, device, run, processes).execute()
     return run
 

@@ -22,6 +22,8 @@ from co2.views.transform import normalise, normalise_for_gpu
 # What a step reports, in this order.
 MEASURED = ("loss", "instance", "consistency", "top1", "top5")
 
+# torch 2.11's compiler fails on statistics in groups when it also tries to join sums along different axes.
+_COMPILER: dict[str, str | int | bool | Callable[..., Any]] = {"triton.mix_order_reduction": False}
 _STEPS_DRAWN = 256  # ahead, of what is random about them
 
 
@@ -58,7 +60,7 @@ class Trainer:
         self._chances: dict[int, tuple[int, Tensor]] = {}  # by size of the batch: the first step, and [T, X]
         self.kind = self._kind_of_step()
         if self.kind == "compiled":
-            self.mechanism.compile()
+            self.mechanism.compile(options=_COMPILER)
         self._captured = None if self.kind == "eager" else CapturedStep(self._advance, tell)
         self.mechanism.train()
 
