@@ -20,6 +20,9 @@ from co2.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+# A GPU has so many queues for streams to share. With CUDA's usual 8, most of the JPEG decoder's streams would stand in
+# line behind whole training steps. Read when CUDA starts; the user's own choice stays.
+_GPU_QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 _TOLD_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -58,6 +61,7 @@ def choose_device(name: str, launch: Launch = ALONE) -> torch.device:
     """The device that the user named, if it is there; of several processes on a machine each gets a GPU of its own."""
     import torch
 
+    os.environ.setdefault(*_GPU_QUEUES)
     if launch.count > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
         if launch.local_count > torch.cuda.device_count():
             raise UserError(

@@ -1,3 +1,4 @@
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,6 +20,15 @@ def test_a_gpu_that_is_not_there():
     with pytest.raises(co2.UserError, match="--device cpu"):
         choose_device("cuda")
     assert choose_device("auto") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "32"), ("4", "4")])
+def test_streams_get_queues_of_their_own_unless_the_user_says_otherwise(monkeypatch, before, after):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", before)
+    choose_device("auto")
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == after
 
 
 def test_workers_as_asked_or_as_the_machine_has():
