@@ -25,7 +25,7 @@ class Published:
     """How long was trained, where that is to be the same for a comparison."""
 
 
-_CIFAR_KNN = "ResNet-18, {} epochs, batch 512, kNN with k=200, t=0.1"
+_CIFAR_KNN = "ResNet-18, {} epochs, batch 512, kNN{} with k=200, t=0.1"
 _NOTEBOOK, _LIGHTLY, _WIRTH = "MoCo authors' CIFAR-10 notebook", "lightly's benchmarks", "philippmwirth/co2, one seed"
 _PAPER = "CO2 paper, section 3.5"
 _IMAGENET_100 = "ResNet-18, ImageNet-100"
@@ -34,7 +34,9 @@ _VOC_PAPER = "CO2 paper, table of transfer"
 
 
 def _cifar(method: str, name: str, value: float, source: str, epochs: int = 200) -> Published:
-    return Published("cifar-10", method, name, "knn.top1", value, _CIFAR_KNN.format(epochs), source, epochs)
+    # The notebook's kNN sees what the head makes of the features, the others' the features.
+    measure, of = ("epoch.knn_embedding_top1", " of embeddings") if source == _NOTEBOOK else ("knn.top1", "")
+    return Published("cifar-10", method, name, measure, value, _CIFAR_KNN.format(epochs, of), source, epochs)
 
 
 def _voc(method: str, name: str, *values: float) -> list[Published]:

@@ -32,10 +32,14 @@ class CellRecord:
         return found
 
     def number(self, measure: str) -> float | None:
-        """A number by its name: `linear.top1` from an evaluation, `train.consistency` from the end of a curve."""
+        """A number by its name: `linear.top1` from an evaluation, `train.consistency` from the end of a curve,
+        `epoch.effective_rank` from the last measurement of the run."""
         kind, _, name = measure.partition(".")
         if kind == "train":
             return self._final(name)
+        if kind == "epoch":
+            measured: list[float | None] = self.content["curves"].get("epoch", {}).get(name, [])
+            return measured[-1] if measured else None
         value = self.evaluations.get(kind, {}).get("numbers", {}).get(name)
         return None if value is None else float(value)
 

@@ -34,11 +34,12 @@ class Measure:
 
 
 KNN = Measure("knn.top1", "kNN top-1 (%)")
+KNN_EMBEDDING = Measure("epoch.knn_embedding_top1", "kNN top-1 of embeddings (%)", factor=100)
 LINEAR = Measure("linear.top1", "linear top-1 (%)")
 LOSS_INSTANCE = Measure("train.instance", "L_ins at the end", compared=False, decimals=3)
 LOSS_CONSISTENCY = Measure("train.consistency", "L_con at the end", compared=False, decimals=3)
 INSTANCE_ACCURACY = Measure("train.top1", "instance accuracy (%)", compared=False, factor=100)
-USUAL = (KNN, LINEAR, LOSS_CONSISTENCY, INSTANCE_ACCURACY)
+USUAL = (KNN, KNN_EMBEDDING, LINEAR, LOSS_CONSISTENCY, INSTANCE_ACCURACY)
 MEASURES: dict[str, tuple[Measure, ...]] = {
     "curves": (
         Measure("train.instance", "L_ins at the end", decimals=3),

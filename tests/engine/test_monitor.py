@@ -1,0 +1,51 @@
+"""What a run measures about itself."""
+
+import torch
+from torch import nn
+
+from co2 import recipes
+from co2.data.open import open_data
+from co2.encoders.encoder import build_encoder
+from co2.engine.monitor import Monitor
+from co2.measures.knn import knn_accuracy
+from co2.views.transform import normalise
+
+CPU = torch.device("cpu")
+
+
+def measured(head: nn.Module | None = None) -> tuple[dict[str, float], nn.Module]:
+    experiment = recipes.get("demo-co2").edit(data="shapes:60:32", monitoring={"health_images": 16})
+    torch.manual_seed(0)
+    encoder = build_encoder(experiment.encoder, experiment.views.size)
+    if head is not None:
+        encoder.head = head
+    encoder.train()
+    splits = open_data(experiment.data)
+    return Monitor(experiment, splits, CPU, workers=0).measure(encoder), encoder
+
+
+def test_embeddings_are_judged_as_the_whole_encoder_makes_them():
+    """The oracle passes each picture through the encoder, where the monitor passes features through the head."""
+    numbers, encoder = measured()
+    splits = open_data("shapes:60:32")
+    views = recipes.get("demo-co2").views
+    assert encoder.training
+    assert encoder.head.training
+    encoder.eval()
+    bank, queries = (
+        torch.cat([encoder(normalise(source.image(i)[None], views)).detach() for i in range(len(source))])
+        for source in (splits.bank, splits.test)
+    )
+    labels = [torch.from_numpy(source.labels) for source in (splits.bank, splits.test)]
+    expected = knn_accuracy(bank, labels[0], queries, labels[1], classes=len(splits.bank.classes))
+    assert numbers["knn_embedding_top1"] == expected.top1
+
+
+def test_features_are_judged_without_the_head():
+    """A head that makes all pictures alike costs the embeddings everything, and the features nothing."""
+    flat = nn.Linear(128, 8)
+    nn.init.zeros_(flat.weight)
+    numbers, _ = measured()
+    flattened, _ = measured(flat)
+    assert flattened["knn_top1"] == numbers["knn_top1"]
+    assert flattened["knn_embedding_top1"] < numbers["knn_embedding_top1"]
