@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.models.resnet import ResNet
 
 from co2.data.source import BadImage
 from co2.errors import RunError, UserError
 from co2.evaluation.progress import Progress
+from co2.views.loader import BAD_IN_A_ROW, Workers
 
 T = TypeVar("T")
 MOST_STRIDE = 32
 """Sides of padded batches are multiples of this, so that every ResNet's feature map fits them exactly."""
 _CURVE_POINTS = 100
-_BAD_IN_A_ROW = 50  # so many unreadable images one after the other are no accident
 
 
 class Trunk(nn.Module):
@@ -101,58 +100,37 @@ def padding_colour(mean: Sequence[float]) -> Tensor:
 
 def readable(read: Callable[[int], T], index: int, count: int, bad: dict[int, str]) -> tuple[int, T]:
     """What `read` gives for an index, or for the next one of `count` that can be read; `bad` notes the others."""
-    for step in range(min(_BAD_IN_A_ROW, count)):
+    for step in range(min(BAD_IN_A_ROW, count)):
         used = (index + step) % count
         try:
             return used, read(used)
         except BadImage as error:
             bad[used] = str(error)
-    raise UserError(f"{len(bad)} images in a row could not be read; the last one: {bad[used]}. Are they still there?")
+    raise UserError(f"{step + 1} images in a row could not be read; the last one: {bad[used]}. Are they still there?")
 
 
-def load(samples: Dataset[Any], plan: Sequence[Any], workers: int) -> Iterator[Any]:
+def load(samples: Any, plan: Sequence[Any], workers: int) -> Iterator[Any]:
     """What `samples.__getitems__` makes of each entry of the plan, in its order, made by worker processes."""
-    loader: DataLoader[Any] = DataLoader(
-        _Forwarding(samples),
-        batch_sampler=plan,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        worker_init_fn=_leave_signals_to_the_program if workers else None,
-        pin_memory=torch.cuda.is_available(),
-    )
+    making = Workers(_Planned(samples, plan), workers)
     try:
-        for batch in loader:
-            if isinstance(batch, UserError):
-                raise UserError(str(batch))
-            yield batch
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise RunError(
-            f"A process that prepares images was ended by the system ({error}). Most often memory ran out, or shared "
-            "memory (/dev/shm) is too small: try fewer --workers, or 0."
-        ) from error
+        yield from making.results(torch.arange(len(plan)).split(1))
+    finally:
+        making.end()
 
 
-class _Forwarding(Dataset[Any]):
-    """Hands a user's mistake over as a value, because torch wraps what a worker raises in a page of traceback."""
+class _Planned(Dataset[Any]):
+    """Workers are asked for entries of a plan by their number: it holds more than numbers of images."""
 
-    def __init__(self, samples: Any) -> None:
+    def __init__(self, samples: Any, plan: Sequence[Any]) -> None:
         self.samples = samples
+        self.plan = plan
 
-    def __getitems__(self, wanted: Any) -> Any:
+    def __getitems__(self, wanted: list[tuple[int, int]]) -> Any:
+        [(_, entry)] = wanted
         try:
-            return self.samples.__getitems__(wanted)
+            return self.samples.__getitems__(self.plan[entry])
         except UserError as error:
-            return error
-
-
-def _as_it_is(batch: Any) -> Any:  # by name, because a worker that is not forked cannot be sent a lambda
-    return batch
-
-
-def _leave_signals_to_the_program(worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+            return error  # as a value, because torch wraps what a worker raises in a page of traceback
 
 
 # Training.
