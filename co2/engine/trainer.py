@@ -110,6 +110,7 @@ class Trainer:
         instance, consistency = terms.instance.mean(), terms.consistency.mean()
         # Without CO2 the consistency term is still measured, as in the paper's training curves, but not trained on.
         loss = instance + objective.alpha * consistency if objective.alpha > 0 else instance
+        loss = self.mechanism.directions * loss
         lap("loss")
         self.optimiser.zero_grad(set_to_none=True)
         (loss * share.weight).backward()

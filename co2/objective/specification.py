@@ -51,7 +51,7 @@ class NegativesSpecification:
     momentum: float = 0.999
     """Queue: how slowly the key encoder follows. Memory bank: how slowly a row follows its image's feature."""
     symmetric: bool = False
-    """Queue: let each of the two views be query and key in turn, and average the two losses."""
+    """Queue: let each of the two views be query and key in turn, and add up the two losses, as the MoCo authors do."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
