@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 ALL = "all"
 RECORDS = "evaluation"  # folder for records, inside a run folder or beside it
+_MOST_BYTES_OF_A_NAME = 200  # in the name of a record; protocol and seed come to it
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class _Records:
             evaluation = dataclasses.replace(evaluation, details=evaluation.details | {"made_with": made})
             self.evaluations.append(evaluation)
             if not self.single_file:
-                who = re.sub(r"[^\w.]+", "-", evaluation.subject).strip("-")
+                who = _short(re.sub(r"[^\w.]+", "-", evaluation.subject).strip("-"))
                 evaluation.write(self.out / f"{evaluation.protocol}-{who}-s{evaluation.settings.get('seed', 0)}.json")
         if self.single_file:
             records = [dataclasses.asdict(one) for one in self.evaluations]
@@ -265,6 +266,11 @@ class _Records:
         return self.out
 
 
+def _short(name: str) -> str:
+    """The end of a name, which of a path tells the most: files cannot have names of more than 255 bytes."""
+    return name.encode()[-_MOST_BYTES_OF_A_NAME:].decode(errors="ignore")
+
+
 def _line(runs: Sequence[Evaluation]) -> str:
     from co2.evaluation.protocol import spread_over_runs
 
@@ -273,6 +279,7 @@ def _line(runs: Sequence[Evaluation]) -> str:
 
 def _table(found: Mapping[tuple[str, str], Sequence[Evaluation]], subjects: Sequence[str]) -> Table:
     """A column for each subject, a row for each number of each protocol."""
+    from rich.markup import escape
     from rich.table import Table
 
     from co2.evaluation.protocol import spread_over_runs
@@ -281,7 +288,7 @@ def _table(found: Mapping[tuple[str, str], Sequence[Evaluation]], subjects: Sequ
     table.add_column("protocol")
     table.add_column("number")
     for subject in subjects:
-        table.add_column(subject, justify="right", overflow="fold")
+        table.add_column(escape(subject), justify="right", overflow="fold")
     for protocol in dict.fromkeys(protocol for protocol, _ in found):
         spreads = {one: spread_over_runs(found[protocol, one]) for one in subjects if (protocol, one) in found}
         for row, number in enumerate(next(iter(spreads.values()))):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import statistics
 import subprocess
 import sys
 
@@ -63,6 +64,13 @@ def test_every_preset_can_be_printed(name, preset, capsys):
     assert settings_of(name, preset) is (module.PAPER if preset == "paper" else module.QUICK)
 
 
+@pytest.mark.parametrize("preset", ["paper", "quick"])
+def test_the_presets_of_all_protocols_can_be_printed_at_once(preset, capsys):
+    assert main(["evaluate", "all", "--protocol", preset, "--print"]) == 0
+    expected = {name: dataclasses.asdict(settings_of(name, preset)) for name in PROTOCOLS}
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(expected))
+
+
 def test_single_settings_can_be_changed(capsys):
     assert main(["evaluate", "linear", "--protocol", "paper", "--epochs", "7", "--milestones", "3", "--print"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -89,6 +97,31 @@ def test_one_protocol_on_a_run_folder(pretrained_run, tmp_path, capsys):
     assert record["settings"]["k"] == 200
     assert record["details"]["made_with"]["command"].startswith("co2 evaluate knn")
     assert {"co2", "torch", "device", "seconds"} <= record["details"]["made_with"].keys()
+
+
+def test_several_runs_are_summed_up_by_mean_and_standard_deviation(pretrained_run, tmp_path, capsys):
+    words = ["linear", pretrained_run, "--data", "shapes:120:32", "--runs", "3", "--seed", "4", "--out", tmp_path]
+    assert main(["evaluate", *map(str, words), "--crops", "1", "--strengths", "0.1", *CPU]) == 0
+    records = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("linear-*.json"))]
+    assert [record["settings"]["seed"] for record in records] == [4, 5, 6]
+    [row] = json.loads((tmp_path / "summary-linear.json").read_text())["results"]
+    assert row["runs"] == 3
+    found = [record["numbers"]["top1"] for record in records]
+    mean, deviation = statistics.fmean(found), statistics.stdev(found)
+    assert deviation > 0  # each seed shows other crops
+    assert row["numbers"]["top1"] == pytest.approx({"mean": mean, "deviation": deviation})
+    assert f"{mean:.2f} ± {deviation:.2f}" in capsys.readouterr().out
+
+
+def test_subjects_of_any_name_have_their_column_and_their_record(pretrained_run, tmp_path, capsys):
+    folder = tmp_path.joinpath(*["long" * 20] * 4, "[/]mine")  # no markup, and too long for the name of a file
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(pretrained_run)
+    words = ["knn", folder, "--data", "shapes:60:32", "--out", tmp_path / "records", *CPU]
+    assert main(["evaluate", *map(str, words)]) == 0
+    assert "[/]mine" in capsys.readouterr().out.replace("\n", "")
+    [record] = (tmp_path / "records").glob("knn-*-mine-s0.json")
+    assert json.loads(record.read_text())["subject"] == str(folder)
 
 
 def test_a_single_file_of_records(tmp_path, capsys):
