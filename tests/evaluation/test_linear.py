@@ -7,8 +7,8 @@ from sklearn.linear_model import LogisticRegression
 
 import co2
 from co2.data.source import ArraySource
-from co2.evaluation import linear
-from co2.evaluation.features import embed
+from co2.evaluation import features, linear
+from co2.evaluation.features import embed, random_views
 from co2.evaluation.labels import accuracies, balanced_subset, labelled_split
 from co2.evaluation.linear import PAPER, QUICK, evaluate
 from co2.evaluation.regression import choose_strength, fit
@@ -24,6 +24,22 @@ def test_the_papers_numbers():
     assert (PAPER.milestones, PAPER.decay) == ((60, 80), 0.1)
     assert (PAPER.momentum, PAPER.weight_decay, PAPER.batch_size) == (0.9, 0, 256)
     assert (PAPER.crop_scale, PAPER.flips) == ((0.08, 1.0), True)
+
+
+@pytest.mark.parametrize("flips", [True, False])
+def test_the_layer_learns_from_random_crops_and_their_mirror_images(pretrained, shapes, monkeypatch, flips):
+    shown = []
+
+    def watched(source, views, **rest):
+        shown.append(views)
+        return random_views(source, views, **rest)
+
+    monkeypatch.setattr(linear, "random_views", watched)  # for sgd
+    monkeypatch.setattr(features, "random_views", watched)  # for the quick solve
+    for settings in (dataclasses.replace(SHORT, epochs=1), dataclasses.replace(SOLVED, crops=1)):
+        evaluate(pretrained, shapes(60), dataclasses.replace(settings, flips=flips))
+    wanted = dataclasses.replace(pretrained.views, crop_scale=(0.5, 1.0), flip_probability=0.5 if flips else 0.0)
+    assert shown == [wanted, wanted]
 
 
 @pytest.mark.parametrize("settings", [SOLVED, dataclasses.replace(QUICK, crops=0, plain=True)], ids=["crops", "plain"])

@@ -5,11 +5,14 @@ import pytest
 import torch
 
 import co2
+from co2.evaluation import semi_supervised
+from co2.evaluation.features import random_views
 from co2.evaluation.semi_supervised import (
     PAPER,
     PAPER_V1,
     QUICK,
     SemiSupervisedSettings,
+    _judge,
     evaluate,
     parameter_groups,
 )
@@ -18,12 +21,23 @@ SHORT = dataclasses.replace(QUICK, fractions=(0.1,), epochs=25, milestones=(15, 
 
 
 def test_the_papers_numbers():
-    # Appendix, "Semi-Supervised Learning".
-    assert (PAPER.fractions, PAPER.epochs, PAPER.batch_size) == ((0.01, 0.1), 20, 256)
-    assert (PAPER.learning_rate, PAPER.head_learning_rate) == (0.01, 1.0)
-    assert (PAPER.milestones, PAPER.decay, PAPER.momentum) == ((12, 16), 0.2, 0.9)
-    assert (PAPER.weight_decay, PAPER_V1.weight_decay) == (1e-4, 5e-4)
-    assert PAPER.crop_scale == (0.08, 1.0)
+    # Appendix, "Semi-Supervised Learning"; how to train from scratch it does not say.
+    assert dataclasses.asdict(PAPER) == {
+        "fractions": (0.01, 0.1),
+        "epochs": 20,
+        "learning_rate": 0.01,
+        "head_learning_rate": 1.0,
+        "milestones": (12, 16),
+        "decay": 0.2,
+        "momentum": 0.9,
+        "weight_decay": 1e-4,
+        "batch_size": 256,
+        "crop_scale": (0.08, 1.0),
+        "baseline": False,
+        "baseline_epochs": 100,
+        "baseline_learning_rate": 0.1,
+    }
+    assert dataclasses.replace(PAPER, weight_decay=5e-4) == PAPER_V1
 
 
 def test_pretraining_helps_and_the_subset_is_in_the_record(pretrained, untrained, shapes):
@@ -60,24 +74,70 @@ def test_backbone_and_head_learn_at_rates_of_their_own(pretrained, shapes, monke
     assert len(backbone["params"]) + 2 == len(list(network.parameters()))
 
 
-def test_from_scratch_on_the_same_labels(pretrained, shapes):
+def test_all_of_the_network_is_tuned_on_random_crops_and_their_mirror_images(pretrained, shapes, monkeypatch):
+    shown = []
+
+    def watched(source, views, **rest):
+        shown.append(views)
+        return random_views(source, views, **rest)
+
+    networks = []
+
+    def judge(network, *rest):
+        networks.append(network)
+        return _judge(network, *rest)
+
+    monkeypatch.setattr(semi_supervised, "random_views", watched)
+    monkeypatch.setattr(semi_supervised, "_judge", judge)
+    evaluate(pretrained, shapes(300), dataclasses.replace(SHORT, epochs=1, crop_scale=(0.3, 0.9)))
+    assert shown == [dataclasses.replace(pretrained.views, crop_scale=(0.3, 0.9))]
+    assert shown[0].flip_probability == 0.5
+    [network] = networks
+    tuned = network.state_dict()
+    moved = [key for key, value in pretrained.weights.items() if not torch.equal(value, tuned[key])]
+    assert moved == list(pretrained.weights)  # every weight, and the batch statistics too
+
+
+def test_from_scratch_on_the_same_labels(pretrained, shapes, monkeypatch):
     settings = dataclasses.replace(
         SHORT, fractions=(0.02, 0.05), epochs=2, milestones=(1,), baseline=True, baseline_epochs=4
     )
+    before = {key: value.clone() for key, value in pretrained.weights.items()}
     result = evaluate(pretrained, shapes(300), settings)
+    assert all(torch.equal(before[key], pretrained.weights[key]) for key in before)
     for share in ("2%", "5%"):
         for name in ("top1", "top5"):
             assert {f"{name}_{share}", f"scratch_{name}_{share}"} <= result.numbers.keys()
         assert len(result.details["loss_by_epoch"][f"scratch_{share}"]) == 4
-    assert evaluate(pretrained, shapes(300), settings) == result
-    before = {key: value.clone() for key, value in pretrained.weights.items()}
-    assert all(torch.equal(before[key], pretrained.weights[key]) for key in before)
+
+    begun = []
+
+    def watched(training, subject, subset, *rest):
+        labelled = [subset.describe(index) for index in range(len(subset))]
+        begun.append((training, subject.drawn_from, labelled))
+        return run(training, subject, subset, *rest)
+
+    run = semi_supervised._Training.run
+    monkeypatch.setattr(semi_supervised._Training, "run", watched)
+    assert evaluate(pretrained, shapes(300), settings, seed=3) == evaluate(pretrained, shapes(300), settings, seed=3)
+    tuning, scratch = begun[:2]
+    assert (tuning[1], scratch[1]) == (None, 3)  # weights drawn from the seed
+    assert tuning[2] == scratch[2]
+    rates = [(one.learning_rate, one.head_learning_rate, one.milestones) for one, _, _ in (tuning, scratch)]
+    assert rates == [(0.0025, 0.25, (1,)), (0.1, 0.1, (2,))]
 
 
 def test_bad_input_is_told_plainly(pretrained, shapes):
     shapes = shapes(600)
     with pytest.raises(co2.UserError, match=r"needs labels.*train/CLASS"):
         evaluate(pretrained, dataclasses.replace(shapes, bank=None))
+    source = shapes.bank
+    of_one = source.subset(np.flatnonzero(source.labels == 2))
+    with pytest.raises(co2.UserError, match=r"semi-supervised.*a single class \('"):
+        evaluate(pretrained, dataclasses.replace(shapes, bank=of_one))
+    not_nine = source.subset(np.flatnonzero(source.labels != 9))
+    with pytest.raises(co2.UserError, match=rf"held-out images of '{source.classes[9]}', but none to learn from"):
+        evaluate(pretrained, dataclasses.replace(shapes, bank=not_nine))
     with pytest.raises(co2.UserError, match="fractions"):
         SemiSupervisedSettings(fractions=(0.0,))
     with pytest.raises(co2.UserError, match="diverged"):

@@ -1,14 +1,17 @@
 import dataclasses
+import shutil
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+from one_class_voc import write_one_class_voc
 from sklearn.svm import LinearSVC
 
 import co2
 from co2.data.shapes import write_shapes
 from co2.data.voc import read_detection
 from co2.evaluation.features import embed
+from co2.evaluation.labels import balanced_subset
 from co2.evaluation.svm import PAPER, QUICK, SvmSettings, evaluate
 from co2.measures.ranking import average_precision
 
@@ -29,8 +32,14 @@ def features_and_labels(subject, part):
 
 def test_the_papers_numbers():
     # Appendix, "Classification on PASCAL VOC", and Goyal et al. 2019, which it follows.
-    assert (PAPER.train, PAPER.test) == ("trainval2007", "test2007")
-    assert (PAPER.positive_weight, PAPER.iterations) == (2.0, 2000)
+    assert dataclasses.asdict(PAPER) == {
+        "train": "trainval2007",
+        "test": "test2007",
+        "costs": tuple(2.0**power for power in range(-10, 5)),
+        "held_out": 0.25,
+        "positive_weight": 2.0,
+        "iterations": 2000,
+    }
     assert len(PAPER.costs) > len(QUICK.costs) > 1
 
 
@@ -60,6 +69,29 @@ def test_pretraining_helps(pretrained, untrained, voc):
     assert tried["cost"] in QUICK.costs
     assert tried["held_out_area"][f"{tried['cost']:g}"] == max(tried["held_out_area"].values())
     assert evaluate(pretrained, voc, QUICK) == learnt  # repeats exactly under its seed
+
+
+def test_the_cost_is_chosen_for_each_class_on_images_that_were_held_out(pretrained, voc):
+    settings = dataclasses.replace(QUICK, costs=(0.01, 1.0, 100.0))
+    result = evaluate(pretrained, voc, settings, seed=2)
+    train, _ = read_detection(voc, "train2012", "val2012")
+    features, labels = features_and_labels(pretrained, train)
+    chosen = set()
+    for place, name in enumerate(train.classes):
+        aside = np.zeros(len(labels), dtype=bool)
+        aside[balanced_subset(labels[:, place], settings.held_out, seed=2)] = True
+        assert aside.mean() == pytest.approx(0.25, abs=0.01)
+        expected = {}
+        for cost in settings.costs:
+            machine = LinearSVC(C=cost, class_weight={1: 2, -1: 1}, dual=False, max_iter=2000, random_state=2)
+            machine.fit(features[~aside], labels[~aside, place])
+            scores = machine.decision_function(features[aside])
+            expected[f"{cost:g}"] = 100 * average_precision(scores, labels[aside, place] == 1, "area")
+        found = result.details["classes"][name]
+        assert found["held_out_area"] == pytest.approx(expected)
+        assert f"{found['cost']:g}" == max(expected, key=expected.get)
+        chosen.add(found["cost"])
+    assert len(chosen) > 1  # not one for all
 
 
 def change_objects(path, change):
@@ -117,7 +149,13 @@ def test_classes_that_cannot_be_learnt_are_left_out_and_named(pretrained, tmp_pa
 def test_bad_input_is_told_plainly(pretrained, voc, tmp_path):
     with pytest.raises(co2.UserError, match="VOC2007"):
         evaluate(pretrained, voc, PAPER)
-    with pytest.raises(co2.UserError, match="VOC"):
+    with pytest.raises(co2.UserError, match=r"not in VOC's layout.*JPEGImages, Annotations and ImageSets"):
+        evaluate(pretrained, tmp_path, QUICK)
+    write_one_class_voc(tmp_path, count=20, size=32)
+    with pytest.raises(co2.UserError, match="no class has images with it and images without it in train2012"):
+        evaluate(pretrained, tmp_path, QUICK)
+    shutil.rmtree(tmp_path / "VOCdevkit" / "VOC2012" / "Annotations")
+    with pytest.raises(co2.UserError, match=r"have no annotation.*in VOC's XML"):
         evaluate(pretrained, tmp_path, QUICK)
     with pytest.raises(co2.UserError, match="costs"):
         SvmSettings(costs=(0.0,))
