@@ -133,6 +133,11 @@ def _check(train: VocDetection, test: VocDetection, settings: DetectionSettings,
         )
     if not any(len(objects.labels) for objects in train.objects):
         raise UserError(f"detection: no image of {settings.train} has an object in it, so that nothing can be learnt.")
+    if all(objects.difficult.all() for objects in test.objects):
+        raise UserError(
+            f"detection: no image of {settings.test} has an object that counts, so that nothing can be found. Are the "
+            "annotations empty, or all objects marked difficult?"
+        )
     for name, split in ((settings.train, train), (settings.test, test)):
         if split.clipped or split.dropped:
             progress.say(

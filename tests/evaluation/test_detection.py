@@ -252,7 +252,7 @@ def test_the_detector_finds_shapes(shapes, tmp_path):
     assert trained.protocol == "detection"
     assert trained.settings["iterations"] == 80
     assert trained.settings["seed"] == 0
-    assert trained.details["per_class"]["shape"]["AP50"] == pytest.approx(trained.numbers["AP50"])
+    assert trained.details["per_class"] == {"shape": pytest.approx(trained.numbers)}
     assert trained.details["by_rule"]["area"] == trained.numbers
     assert trained.details["boxes"]["train"] == {"kept": 48, "cut": 0, "dropped": 0}
     assert trained.details["stride"] == 8
@@ -331,7 +331,28 @@ def test_unreadable_images_are_named_and_left_out(own_shapes):
     assert sorted(names) == ["train_000003.jpg", "val_000002.jpg"]
 
 
-def test_what_is_wrong_is_told_before_training(own_shapes, shapes):
+def mark_difficult(year, pattern):
+    for path in (year / "Annotations").glob(pattern):
+        path.write_text(path.read_text().replace("<difficult>0<", "<difficult>1<"))
+
+
+def test_difficult_objects_and_the_rule_reach_the_numbers(own_shapes):
+    root, year = own_shapes
+    mark_difficult(year, "val_00000[02468].xml")
+    data = read_detection(root, "val2012")[0]
+    model = Detector(narrow_subject(), 1, SMALL)
+    _, truth, _ = detection.detect(model, data, SMALL, device=torch.device("cpu"))
+    assert [one.difficult.tolist() for one in truth] == [
+        [number in (0, 2, 4, 6, 8)] * len(one.labels) for number, one in enumerate(truth)
+    ]
+    for rule in ("11-point", "area"):
+        result = evaluate(narrow_subject(), root, dataclasses.replace(BRIEF, iterations=20, interpolation=rule))
+        assert result.numbers == result.details["by_rule"][rule]
+        assert result.details["per_class"] == {"shape": pytest.approx(result.numbers)}
+    assert result.details["by_rule"]["11-point"] != result.details["by_rule"]["area"]
+
+
+def test_what_is_wrong_is_told_before_training(own_shapes, shapes, monkeypatch):
     root, year = own_shapes
     subject = narrow_subject()
     with pytest.raises(UserError, match="fewer than one batch of 100"):
@@ -343,6 +364,11 @@ def test_what_is_wrong_is_told_before_training(own_shapes, shapes):
     for path in (year / "Annotations").glob("train_*.xml"):
         path.write_text("<annotation/>")
     with pytest.raises(UserError, match="no image of train2012 has an object"):
+        evaluate(subject, root, BRIEF)
+    shutil.copytree(shapes / "VOCdevkit" / "VOC2012" / "Annotations", year / "Annotations", dirs_exist_ok=True)
+    mark_difficult(year, "val_*.xml")
+    monkeypatch.setattr(detection, "train_detector", None)  # not reached
+    with pytest.raises(UserError, match="no image of val2012 has an object that counts"):
         evaluate(subject, root, BRIEF)
     for changes in ({"iterations": 0}, {"train_sizes": (16,)}, {"longest": 40}, {"anchor_sizes": ()}):
         with pytest.raises(UserError, match="detection: "):
