@@ -150,6 +150,12 @@ def scores_at(scores: Tensor, height: int, width: int) -> Tensor:
     return F.interpolate(scores.float(), size=(height, width), mode="bilinear", align_corners=False)
 
 
+def pixel_loss(scores: Tensor, masks: Tensor) -> Tensor:
+    """Mean cross entropy of scores [B, classes, H, W] over the pixels of masks [B, H, W] that are judged."""
+    judged = (masks != NOT_JUDGED).sum().clamp(min=1)  # a batch of nothing but borders teaches nothing
+    return F.cross_entropy(scores, masks, ignore_index=NOT_JUDGED, reduction="sum") / judged
+
+
 def train_segmenter(
     model: Segmenter,
     data: VocSegmentation,
@@ -170,9 +176,7 @@ def train_segmenter(
         masks = batch.masks.to(device, non_blocking=True).long()  # [B, S, S]
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             scores = model(prepare(batch.images))  # [B, classes, h, w]
-        everywhere = scores_at(scores, *masks.shape[-2:])  # [B, classes, S, S]
-        judged = (masks != NOT_JUDGED).sum().clamp(min=1)  # a batch of nothing but borders teaches nothing
-        return {"loss": F.cross_entropy(everywhere, masks, ignore_index=NOT_JUDGED, reduction="sum") / judged}
+        return {"loss": pixel_loss(scores_at(scores, *masks.shape[-2:]), masks)}
 
     optimiser = torch.optim.SGD(
         parameter_groups(model, settings.weight_decay, settings.weight_decay),

@@ -12,7 +12,16 @@ from co2.data.voc import NOT_JUDGED, read_segmentation
 from co2.errors import UserError
 from co2.evaluation import segmentation
 from co2.evaluation.progress import Progress
-from co2.evaluation.segmentation import PAPER, QUICK, Segmenter, evaluate, random_crop, scores_at, whole_batches
+from co2.evaluation.segmentation import (
+    PAPER,
+    QUICK,
+    Segmenter,
+    evaluate,
+    pixel_loss,
+    random_crop,
+    scores_at,
+    whole_batches,
+)
 from co2.evaluation.spatial import load, stepped_rate
 from co2.evaluation.subject import open_subject
 from co2.measures.segments import ConfusionMatrix
@@ -168,6 +177,24 @@ def test_the_segmenter_segments_shapes(shapes, tmp_path):
     assert result.settings["epochs"] == 14
     assert (result.details["train_images"], result.details["test_images"], result.details["stride"]) == (48, 12, 8)
     result.write(tmp_path / "record.json")
+
+
+def test_pre_training_helps_to_segment_shapes(pretrained, untrained, shapes):
+    # mIoU over three seeds when this was written: 87, 88 and 89 with pre-training, 68, 74 and 73 without.
+    learnt, not_learnt = (evaluate(subject, shapes, SMALL).numbers for subject in (pretrained, untrained))
+    assert learnt["mIoU"] > not_learnt["mIoU"] + 5
+
+
+def test_pixels_that_are_not_judged_teach_nothing():
+    scores = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    masks = torch.full((2, 4, 5), NOT_JUDGED)
+    masks[0, 1, :3] = torch.tensor([0, 2, 1])
+    shares = scores.detach()[0, :, 1, :3].log_softmax(dim=0)  # [3, 3]
+    loss = pixel_loss(scores, masks)
+    assert loss.item() == pytest.approx(-(shares[0, 0] + shares[2, 1] + shares[1, 2]).item() / 3)
+    loss.backward()
+    assert not scores.grad[1].any()
+    assert pixel_loss(scores, torch.full_like(masks, NOT_JUDGED)).item() == 0  # and not 0 / 0
 
 
 def test_a_seed_gives_the_same_numbers_again_and_leaves_the_subject_alone(shapes):
