@@ -28,11 +28,11 @@ from co2.bench.step import peak_memory_gib, release, wait_for
 from co2.config import Experiment
 from co2.data.decode import decode_image
 from co2.data.open import open_data
+from co2.data.plain_jpeg import plain_jpeg_size
 from co2.data.source import BadImage, ImageSource
 from co2.errors import UserError
 from co2.machine import choose_device, choose_workers
 from co2.views.choose_input import choose_input
-from co2.views.jpeg_stream import plain_jpeg_size
 from co2.views.loader import Batch, ViewLoader
 from co2.views.parameters import draw
 from co2.views.resident import views_of
