@@ -143,10 +143,56 @@ def test_the_two_extra_normalisations():
     without = Detector(subject, 1, dataclasses.replace(SMALL, extra_norm=False))
     extra = set(with_norms.state_dict()) - set(without.state_dict())
     assert {key.rsplit(".", 1)[0] for key in extra} == {"proposals.head.norm", "regions.box_head.norm"}
-    # However small the features, what the proposals are read off has unit size.
-    head = with_norms.proposals.head
-    hidden = head.norm(head.conv[0][0](0.1 * torch.randn(4, 64, 8, 8)))
-    assert hidden.std().item() == pytest.approx(1, abs=0.05)
+    # However small the features, what proposals and boxes are read off has unit size.
+    small = 0.1 * torch.randn(4, 64, 14, 14, generator=torch.Generator().manual_seed(0))
+    normalised = []
+    for head in (with_norms.proposals.head, with_norms.regions.box_head):
+        head.norm.register_forward_hook(lambda module, inputs, outputs: normalised.append(outputs))
+    objectness, _ = with_norms.proposals.head([small])
+    averaged = with_norms.regions.box_head(small)
+    assert [one.std().item() for one in normalised] == pytest.approx([1, 1], abs=0.05)
+    torch.testing.assert_close(with_norms.proposals.head.cls_logits(normalised[0].relu()), objectness[0])
+    torch.testing.assert_close(normalised[1].mean(dim=(2, 3)), averaged)
+
+
+def test_the_papers_numbers_reach_torchvisions_parts():
+    model = Detector(narrow_subject(), 20, PAPER)
+    proposals, regions = model.proposals, model.regions
+    assert (proposals.pre_nms_top_n(), proposals.post_nms_top_n(), proposals.nms_thresh) == (12_000, 2000, 0.7)
+    model.eval()
+    assert (proposals.pre_nms_top_n(), proposals.post_nms_top_n()) == (6000, 1000)
+    thresholds = [
+        (part.high_threshold, part.low_threshold) for part in (proposals.proposal_matcher, regions.proposal_matcher)
+    ]
+    assert thresholds == [(0.7, 0.3), (0.5, 0.5)]
+    samples = [
+        (part.batch_size_per_image, part.positive_fraction) for part in (proposals.fg_bg_sampler, regions.fg_bg_sampler)
+    ]
+    assert samples == [(256, 0.5), (512, 0.25)]
+    assert (proposals.box_coder.weights, regions.box_coder.weights) == ((1, 1, 1, 1), (10, 10, 5, 5))
+    assert (regions.score_thresh, regions.nms_thresh, regions.detections_per_img) == (0.05, 0.5, 100)
+    assert proposals.anchor_generator.sizes == ((32, 64, 128, 256, 512),)
+    assert proposals.anchor_generator.aspect_ratios == ((0.5, 1.0, 2.0),)
+
+
+def test_steps_are_those_of_the_settings(shapes, monkeypatch):
+    steps = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure=None):
+            steps.append([(group["lr"], group["momentum"], group["weight_decay"]) for group in self.param_groups])
+            return super().step(closure)
+
+    taken = []
+    monkeypatch.setattr(torch.optim, "SGD", Watched)
+    monkeypatch.setattr(detection, "take_statistics", lambda model, batches, forward: taken.extend(batches))
+    (data,) = read_detection(shapes, "train2012")
+    settings = dataclasses.replace(BRIEF, iterations=4, milestones=(3,), warmup=2, statistics_batches=3)
+    model = Detector(narrow_subject(), 1, settings)
+    detection.train_detector(model, data, settings, device=torch.device("cpu"))
+    expected = [[(rate, 0.9, 1e-4), (rate, 0.9, 0.0)] for rate in (0.00002, 0.01001, 0.02, 0.002)]
+    assert np.allclose(steps, expected)
+    assert len(taken) == 3  # batches of their own, after the last step
 
 
 def test_the_proposal_heads_gradient_to_the_shared_layers_is_divided_by_ten():
@@ -329,6 +375,14 @@ def test_unreadable_images_are_named_and_left_out(own_shapes):
     assert result.details["test_images"] == 11
     names = [path.rpartition("/")[2] for path in result.details["unreadable"]]
     assert sorted(names) == ["train_000003.jpg", "val_000002.jpg"]
+    # In training the next one stands in for it, with its own objects.
+    (data,) = read_detection(root, "train2012")
+    samples = detection._TrainingSamples(
+        data, dataclasses.replace(SMALL, train_sizes=(64,), flip_probability=0), 0, (0,) * 3
+    )
+    batch = samples.__getitems__([(0, 0, 3)])
+    assert batch.indices == [4]
+    assert batch.objects.boxes[0].tolist() == data.objects[4].boxes.tolist()
 
 
 def mark_difficult(year, pattern):

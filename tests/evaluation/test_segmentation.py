@@ -179,6 +179,24 @@ def test_the_segmenter_segments_shapes(shapes, tmp_path):
     result.write(tmp_path / "record.json")
 
 
+def test_steps_are_those_of_the_settings(shapes, monkeypatch):
+    steps = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure=None):
+            steps.append({(group["lr"], group["momentum"], group["weight_decay"]) for group in self.param_groups})
+            return super().step(closure)
+
+    monkeypatch.setattr(torch.optim, "SGD", Watched)
+    (data,) = read_segmentation(shapes, "train2012")
+    settings = dataclasses.replace(PAPER, epochs=5, batch_size=24, crop=32, channels=8)  # ten steps
+    model = Segmenter(narrow_subject(), 2, settings)
+    segmentation.train_segmenter(model, data, settings, device=torch.device("cpu"))
+    rates = [0.003] * 7 + [0.0003] * 2 + [0.00003]
+    assert [len(step) for step in steps] == [1] * 10  # the same for all layers
+    assert np.allclose([step.pop() for step in steps], [(rate, 0.9, 1e-4) for rate in rates], rtol=1e-6, atol=1e-12)
+
+
 def test_pre_training_helps_to_segment_shapes(pretrained, untrained, shapes):
     # mIoU over three seeds when this was written: 87, 88 and 89 with pre-training, 68, 74 and 73 without.
     learnt, not_learnt = (evaluate(subject, shapes, SMALL).numbers for subject in (pretrained, untrained))
