@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -177,6 +178,58 @@ def test_mistakes_are_told_plainly(capsys, tmp_path, pretrained_run):
     assert "Give another --out" in refused(capsys, "knn", pretrained_run, "--out", tmp_path / "file" / "x", *CPU)
     nothing = refused(capsys, "all", "random:co2/resnet10-narrow", "--view-size", "32", "--out", tmp_path, *CPU)
     assert "Nothing could be evaluated" in nothing
+
+
+def write_pictures(folder, count=4):
+    folder.mkdir(parents=True)
+    for index in range(count):
+        Image.new("RGB", (24, 24), (50 * index, 0, 255 - 50 * index)).save(folder / f"{index}.png")
+
+
+def test_bad_data_are_told_plainly_by_every_protocol(capsys, tmp_path):
+    rest = ["--view-size", "32", "--out", tmp_path / "records", *CPU]
+
+    def answer(protocol, *words, subject="random:co2/resnet10-narrow"):
+        return refused(capsys, protocol, subject, *words, *rest)
+
+    write_pictures(tmp_path / "unlabelled")
+    write_pictures(tmp_path / "single" / "train" / "cat")
+    for part, classes in {"train": ("cat", "dog"), "val": ("cat", "dog", "owl")}.items():
+        for name in classes:
+            write_pictures(tmp_path / "absent" / part / name)
+    for protocol in ("knn", "linear", "semi-supervised"):
+        unlabelled = answer(protocol, "--data", tmp_path / "unlabelled")
+        assert f"{protocol} needs labels" in unlabelled
+        assert "PATH/train/CLASS/*.jpg" in unlabelled
+        assert "needs labels" in answer(protocol, "--data", tmp_path / "single")  # one folder tells nothing apart
+        assert "'owl'" in answer(protocol, "--data", tmp_path / "absent")
+    write_shapes(str(tmp_path / "voc"), layout="voc", count=20, size=32)
+    year = tmp_path / "voc" / "VOCdevkit" / "VOC2012"
+    for protocol in ("svm", "detection", "segmentation"):
+        assert "is not in VOC's layout. Expected there: VOC" in answer(protocol, "--voc", tmp_path / "unlabelled")
+    for protocol in ("detection", "segmentation"):
+        assert "fewer than one batch of 16" in answer(protocol, "--voc", tmp_path / "voc")
+    shutil.rmtree(year / "SegmentationClass")
+    assert "it should hold the masks of train, as NAME.png" in answer("segmentation", "--voc", tmp_path / "voc")
+    shutil.rmtree(year / "Annotations")
+    for protocol in ("svm", "detection"):
+        assert "images have no annotation" in answer(protocol, "--voc", tmp_path / "voc")
+
+
+def test_bad_checkpoints_are_told_plainly(capsys, tmp_path):
+    import torch
+    from torchvision.models import resnet18
+
+    weights = {f"module.encoder_q.{key}": value for key, value in resnet18().state_dict().items()}
+    path = tmp_path / "moco.pth.tar"
+    torch.save({"arch": "resnet34", "state_dict": weights}, path)
+    other = refused(capsys, "knn", path, "--data", "shapes:60:32", *CPU)
+    assert "not those of torchvision/resnet34" in other
+    assert "layer1.2.conv1.weight" in other
+    torch.save({"arch": "resnet18", "state_dict": weights, "by": tmp_path}, path)  # a path is no plain value
+    more = refused(capsys, "knn", path, "--data", "shapes:60:32", *CPU)
+    assert "holds more than tensors and plain values" in more
+    assert "refused" in more
 
 
 def test_the_same_from_python(pretrained_run, tmp_path):
