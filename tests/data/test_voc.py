@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+from co2.data import voc
 from co2.data.drawing import CLASSES, render
 from co2.data.shapes import write_shapes
 from co2.data.source import BadImage
@@ -206,6 +207,29 @@ def test_augmented_masks_from_a_folder_of_their_own(tmp_path, line):
     assert (data.mask(0) == 7).all()
 
 
+def test_the_other_name_of_the_augmented_list(tmp_path):
+    folder = write_year(tmp_path, 2012, {"train": ["a"]})
+    (folder / "SegmentationClass").rename(folder / "SegmentationClassAug")
+    (folder / "ImageSets/Segmentation/trainaug.txt").write_text("a\n")
+    for split in ("train_aug2012", "trainaug2012"):
+        assert read_segmentation(tmp_path, split)[0].names == ["a"]
+
+
+def test_sizes_are_those_of_images_as_they_are_seen(tmp_path):
+    """A camera on its side writes lying pixels and "turn me": whoever drew the boxes saw an upright picture."""
+    objects = {"a": [("dog", 1, 1, 30, 40)]}
+    folder = write_year(tmp_path, 2012, {"train": ["a"]}, objects=objects, masks={"a": np.zeros((40, 30), np.uint8)})
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (40, 30)).save(folder / "JPEGImages" / "a.jpg", exif=exif)
+    (data,) = read_detection(tmp_path, "train2012")
+    assert data.sizes.tolist() == [[30, 40]]
+    assert data.images.image(0).shape == (3, 40, 30)
+    assert data.objects[0].boxes.tolist() == [[0, 0, 30, 40]]
+    assert data.clipped == 0
+    assert read_segmentation(tmp_path, "train2012")[0].odd_sizes == []
+
+
 def test_masks_of_another_size_are_left_out_and_named(tmp_path):
     masks = {"odd": np.zeros((40, 30), dtype=np.uint8)}
     write_year(tmp_path, 2012, {"train": ["a", "odd", "b"], "val": ["odd"]}, masks=masks)
@@ -217,7 +241,7 @@ def test_masks_of_another_size_are_left_out_and_named(tmp_path):
         read_segmentation(tmp_path, "val2012")
 
 
-def test_masks_that_are_no_masks(tmp_path):
+def test_masks_that_are_no_masks(tmp_path, monkeypatch):
     too_many = np.full((30, 40), 21, dtype=np.uint8)
     folder = write_year(tmp_path, 2012, {"train": ["a", "b", "c"]}, masks={"a": too_many})
     Image.new("RGB", (40, 30)).save(folder / "SegmentationClass" / "b.png")
@@ -229,6 +253,9 @@ def test_masks_that_are_no_masks(tmp_path):
         data.mask(1)
     with pytest.raises(BadImage, match="damaged"):
         data.mask(2)
+    monkeypatch.setattr(voc, "MOST_PIXELS", 40 * 30 - 1)
+    with pytest.raises(BadImage, match="a mask of more than"):
+        data.mask(0)
 
 
 def test_an_unreadable_image_is_left_to_whoever_loads_it(tmp_path):
