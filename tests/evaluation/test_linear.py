@@ -143,6 +143,33 @@ def test_the_strength_is_chosen_on_held_out_images():
     assert choice.strength > 1e-5
 
 
+def test_no_view_of_a_held_out_image_is_learnt_from_until_the_strength_is_chosen(pretrained, shapes, monkeypatch):
+    fitted, chosen = [], []
+
+    def choose(features, labels, held_out, *rest):
+        chosen.append((features, held_out))
+        return choose_strength(features, labels, held_out, *rest)
+
+    def fit_all(features, *rest):
+        fitted.append((features, rest[2]))
+        return fit(features, *rest)
+
+    monkeypatch.setattr(linear, "choose_strength", choose)
+    monkeypatch.setattr(linear, "fit", fit_all)
+    settings = dataclasses.replace(SOLVED, crops=1, plain=True, strengths=(1.0, 0.1), held_out=0.2)
+    result = evaluate(pretrained, shapes(100), settings)
+    [(learnt, held_out)], [(everything, strength)] = chosen, fitted
+    assert len(held_out) == pytest.approx(20, abs=5)
+    assert (len(learnt), len(everything)) == (3 * (100 - len(held_out)), 300)  # a crop, the whole, its mirror image
+
+    def smallest_distance(some):
+        return torch.cdist(held_out.double(), some.double()).amin(dim=1)  # [held out]
+
+    assert smallest_distance(everything).max() < 1e-4  # the whole image itself
+    assert smallest_distance(learnt).min() > 1e-2
+    assert strength == result.details["strength"]
+
+
 def test_a_class_of_one_image_can_be_learnt(pretrained, shapes):
     data = shapes(60)
     labels = data.bank.labels
@@ -156,6 +183,7 @@ def test_without_a_held_out_part_a_fifth_is_put_aside(pretrained, shapes):
     result = evaluate(pretrained, data)
     assert result.details["held_out_by_seed"] is True
     assert result.details["train_images"] + result.details["test_images"] == 100
+    assert result.details["test_images"] == pytest.approx(20, abs=5)  # a fifth of each class, rounded
     split = labelled_split(data, "linear", seed=0)
     shown = {split.train.describe(index) for index in range(len(split.train))}
     assert not shown & {split.test.describe(index) for index in range(len(split.test))}

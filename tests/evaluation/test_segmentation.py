@@ -228,7 +228,8 @@ def test_a_seed_gives_the_same_numbers_again_and_leaves_the_subject_alone(shapes
 
 def test_masks_of_another_size_and_unreadable_images_are_left_out_and_named(own_shapes):
     root, year = own_shapes
-    Image.new("L", (10, 10)).save(year / "SegmentationClass" / "train_000004.png")
+    for name in ("train_000004", "val_000005"):
+        Image.new("L", (10, 10)).save(year / "SegmentationClass" / f"{name}.png")
     (year / "JPEGImages" / "train_000003.jpg").write_bytes(b"nothing")
     (year / "SegmentationClass" / "val_000002.png").write_bytes(b"nothing")
     lines = []
@@ -236,9 +237,11 @@ def test_masks_of_another_size_and_unreadable_images_are_left_out_and_named(own_
     listener.say = lines.append
     result = evaluate(narrow_subject(), root, dataclasses.replace(BRIEF, epochs=2), progress=listener)
     assert result.details["train_images"] == 47
-    assert result.details["test_images"] == 11
-    assert [path.rpartition("/")[2] for path in result.details["masks_of_another_size"]] == ["train_000004.png"]
-    assert "1 masks have another size" in lines[0]
+    assert result.details["test_images"] == 10
+    odd = [path.rpartition("/")[2] for path in result.details["masks_of_another_size"]]
+    assert odd == ["train_000004.png", "val_000005.png"]
+    assert [line.partition(": ")[0] for line in lines] == ["train2012", "val2012"]
+    assert all("1 masks have another size" in line for line in lines)
     names = [path.rpartition("/")[2] for path in result.details["unreadable"]]
     assert sorted(names) == ["train_000003.jpg", "val_000002.jpg"]
 

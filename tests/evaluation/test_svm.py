@@ -146,6 +146,28 @@ def test_classes_that_cannot_be_learnt_are_left_out_and_named(pretrained, tmp_pa
     assert not any(map(np.isnan, result.numbers.values()))
 
 
+def test_unreadable_images_are_left_out_together_with_their_labels(pretrained, tmp_path):
+    write_shapes(str(tmp_path / "voc"), layout="voc", count=60, size=32)
+    root = tmp_path / "voc" / "VOCdevkit" / "VOC2012"
+    lists = [root / "ImageSets" / "Main" / f"{part}.txt" for part in ("train", "val")]
+    for path in lists:
+        (root / "JPEGImages" / f"{path.read_text().split()[0]}.jpg").write_bytes(b"nothing")
+    broken = evaluate(pretrained, tmp_path / "voc", ONE_COST)
+    assert (broken.details["train_images"], broken.details["test_images"]) == (47, 11)
+    for path in lists:
+        path.write_text("\n".join(path.read_text().split()[1:]))
+    assert evaluate(pretrained, tmp_path / "voc", ONE_COST) == broken
+
+
+def test_the_record_says_which_machines_did_not_come_to_an_end(pretrained, voc):
+    whole, cut_short = (
+        evaluate(pretrained, voc, dataclasses.replace(ONE_COST, iterations=count)).details["classes"]
+        for count in (2000, 1)
+    )
+    assert all(one["converged"] for one in whole.values())
+    assert not any(one["converged"] for one in cut_short.values())
+
+
 def test_bad_input_is_told_plainly(pretrained, voc, tmp_path):
     with pytest.raises(co2.UserError, match="VOC2007"):
         evaluate(pretrained, voc, PAPER)
