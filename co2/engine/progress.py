@@ -142,7 +142,7 @@ def epoch_line(number: int, epochs: int, values: Mapping[str, float]) -> str:
     if "effective_rank" in values:
         parts.append(f"effective rank {values['effective_rank']:.1f}")
     if "knn_top1" in values:
-        parts.append(f"kNN {values['knn_top1']:.1%}")
+        parts.append(f"kNN {values['knn_top1']:.1%}, of embeddings {values['knn_embedding_top1']:.1%}")
     if "images_per_second" in values:
         parts.append(f"{values['images_per_second']:,.0f} images/s, {values['waiting']:.0%} waiting for data")
     return "   ".join(parts)
