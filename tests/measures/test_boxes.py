@@ -157,6 +157,17 @@ def test_against_cocos_own_program():
         assert coco[name] == pytest.approx(number, abs=0.01)
 
 
+def test_difficult_objects_count_neither_way_for_cocos_program():
+    pytest.importorskip("pycocotools", reason="pycocotools is not installed")
+    images = [truth((0, 0, 0, 10, 10), (0, 30, 30, 40, 40, 1))]
+    said = [found((0, 0.9, 30, 30, 40, 40), (0, 0.8, 30, 30, 40, 40), (0, 0.5, 0, 0, 10, 10))]
+    assert coco_precision(said, images, 1) == pytest.approx({"AP": 1, "AP50": 1, "AP75": 1})
+    random = np.random.default_rng(1)
+    said, images = zip(*(random_scene(random, difficult=True) for _ in range(150)), strict=True)
+    # A box need not cover a crowd to lie in it: only where overlaps are far from the threshold do both rules agree.
+    assert coco_precision(said, images, 3)["AP50"] == pytest.approx(voc_precision(said, images, 3).ap50, abs=0.02)
+
+
 def test_cocos_program_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'consistent-contrast\[coco\]'"):
