@@ -131,6 +131,9 @@ def _check(train: VocDetection, test: VocDetection, settings: DetectionSettings,
             f"detection: {settings.train} has {len(train.images)} images, fewer than one batch of "
             f"{settings.batch_size}. Give a smaller batch_size, or more images."
         )
+    for name, split in ((settings.train, train), (settings.test, test)):
+        if not split.sizes.any():
+            raise UserError(f"detection: none of the {len(split.images)} images of {name} can be read.")
     if not any(len(objects.labels) for objects in train.objects):
         raise UserError(f"detection: no image of {settings.train} has an object in it, so that nothing can be learnt.")
     if all(objects.difficult.all() for objects in test.objects):

@@ -228,6 +228,11 @@ def segment(
             scores = model(prepare(whole.images))  # [1, classes, h, w]
         masks = whole.masks.to(device, non_blocking=True)  # [1, H, W]
         confusion.add(scores_at(scores, *masks.shape[-2:]).argmax(dim=1), masks)
+    if len(unreadable) == len(plan):
+        raise UserError(
+            f"segmentation: none of the {len(plan)} images to be judged on can be read; the first is "
+            f"{data.images.describe(0)} ({unreadable[0]})."
+        )
     return confusion, unreadable
 
 

@@ -424,6 +424,11 @@ def test_what_is_wrong_is_told_before_training(own_shapes, shapes, monkeypatch):
     monkeypatch.setattr(detection, "train_detector", None)  # not reached
     with pytest.raises(UserError, match="no image of val2012 has an object that counts"):
         evaluate(subject, root, BRIEF)
+    for part, count in (("val", 12), ("train", 48)):
+        for path in (year / "JPEGImages").glob(f"{part}_*.jpg"):
+            path.write_bytes(b"nothing")
+        with pytest.raises(UserError, match=f"none of the {count} images of {part}2012 can be read"):
+            evaluate(subject, root, BRIEF)
     for changes in ({"iterations": 0}, {"train_sizes": (16,)}, {"longest": 40}, {"anchor_sizes": ()}):
         with pytest.raises(UserError, match="detection: "):
             dataclasses.replace(BRIEF, **changes)

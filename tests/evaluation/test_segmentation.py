@@ -246,6 +246,15 @@ def test_masks_of_another_size_and_unreadable_images_are_left_out_and_named(own_
     assert sorted(names) == ["train_000003.jpg", "val_000002.jpg"]
 
 
+def test_where_nothing_can_be_read_nothing_is_said_about_the_masks(own_shapes):
+    root, year = own_shapes
+    for part, words in (("val", r"none of the 12 images.*val_000000\.jpg"), ("train", "48 images in a row")):
+        for path in (year / "JPEGImages").glob(f"{part}_*.jpg"):
+            path.write_bytes(b"nothing")
+        with pytest.raises(UserError, match=words):
+            evaluate(narrow_subject(), root, BRIEF)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_class_that_nobody_knows_is_told_from_wherever_it_is_met(own_shapes, workers):
     root, year = own_shapes
