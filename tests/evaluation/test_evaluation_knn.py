@@ -19,6 +19,7 @@ class Mean(torch.nn.Module):
 def test_the_papers_numbers():
     assert (PAPER.k, PAPER.temperature) == (200, 0.1)
     assert (PAPER.bank_images, PAPER.query_images, PAPER.best_k) == (0, 0, False)
+    assert PAPER.ks == (1, 5, 10, 20, 50, 100, 200)
 
 
 def test_a_saved_backbone_scores_what_its_run_measured(tiny, rows, tmp_path):

@@ -33,7 +33,7 @@ def test_the_papers_numbers():
         "weight_decay": 1e-4,
         "batch_size": 256,
         "crop_scale": (0.08, 1.0),
-        "baseline": False,
+        "baseline": True,
         "baseline_epochs": 100,
         "baseline_learning_rate": 0.1,
     }
@@ -65,7 +65,7 @@ def test_backbone_and_head_learn_at_rates_of_their_own(pretrained, shapes, monke
             return super().step(closure)
 
     monkeypatch.setattr(torch.optim, "SGD", Watched)
-    tiny = dataclasses.replace(PAPER_V1, fractions=(0.02,), epochs=3, milestones=(1, 2))
+    tiny = dataclasses.replace(PAPER_V1, fractions=(0.02,), epochs=3, milestones=(1, 2), baseline=False)
     evaluate(pretrained, shapes(600), tiny)
     assert np.allclose(seen, [[0.01, 1.0], [0.002, 0.2], [0.0004, 0.04]])  # one step in each epoch
     network = pretrained.build(classes=10)

@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+import timm
 import torch
 import torchvision
 from safetensors.torch import save_file
@@ -152,6 +153,34 @@ def test_published_weights_are_taken_from_torchvision(monkeypatch):
     monkeypatch.setattr(type(weights), "get_state_dict", offline)
     with pytest.raises(co2.UserError, match=r"cannot be downloaded.*no network"):
         open_subject("torchvision/resnet18:DEFAULT")
+
+
+def test_published_weights_are_taken_from_timm(monkeypatch):
+    create = timm.create_model
+    asked = []
+
+    def published(name, pretrained=False, **others):
+        asked.append((name, pretrained))
+        return create(name, pretrained=False, **others)  # what would be downloaded is drawn here
+
+    monkeypatch.setattr(timm, "create_model", published)
+    subject = open_subject("timm/resnet10t:DEFAULT")
+    assert ("resnet10t", True) in asked
+    assert "fc.weight" not in subject.weights
+    expected = timm.models.get_pretrained_cfg("resnet10t")
+    assert (subject.view_size, subject.mean, subject.std) == (expected.input_size[-1], expected.mean, expected.std)
+    assert subject.drawn_from is None
+    with pytest.raises(co2.UserError, match=r"no weights 'IMAGENET1K'.*:DEFAULT"):
+        open_subject("timm/resnet10t:IMAGENET1K")
+
+    def offline(*_, pretrained=False, **others):
+        if pretrained:
+            raise OSError("no network")
+        return create(*_, **others)
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    with pytest.raises(co2.UserError, match=r"cannot be downloaded.*no network"):
+        open_subject("timm/resnet10t:DEFAULT")
 
 
 def test_modules_are_new_and_the_subject_stays_as_it_is(pretrained):
