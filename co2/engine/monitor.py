@@ -104,8 +104,9 @@ class Monitor:
 @torch.no_grad()
 def _project(encoder: Encoder, features: Tensor) -> Tensor:
     """What the encoder's head makes of pooled features [N, F]: [N, D]."""
+    precision = next(encoder.head.parameters()).dtype
     with evaluation_mode(encoder.head):
-        projected: Tensor = encoder.head(features)
+        projected: Tensor = encoder.head(features.to(precision))
     return projected
 
 
