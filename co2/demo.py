@@ -95,7 +95,7 @@ class _Run:
     seconds: float = 0.0
 
     def latest(self) -> dict[str, Any]:
-        """The newest value of everything that the run has measured so far."""
+        """The newest value of everything that the run has measured so far; `judged` is the epoch of the newest kNN."""
         values: dict[str, Any] = {}
         path = self.folder / METRICS
         for line in path.read_text().splitlines() if path.is_file() else ():
@@ -105,6 +105,8 @@ class _Run:
                 continue  # a line that is being written
             if row["kind"] != "advice":
                 values |= row
+            if row["kind"] == "epoch":
+                values["judged"] = row["epoch"]
         return values
 
 
@@ -157,8 +159,11 @@ def _watch(runs: list[_Run], console: Console) -> None:
             else:
                 _print_epochs(runs, values, shown, console)
             time.sleep(0.25)
+        values = {run.name: run.latest() for run in runs}
         if console.is_terminal:
-            live.update(_progress_table(runs, {run.name: run.latest() for run in runs}))
+            live.update(_progress_table(runs, values))
+        else:
+            _print_epochs(runs, values, shown, console)
 
 
 @contextmanager
@@ -194,11 +199,11 @@ def _progress_table(runs: list[_Run], values: Mapping[str, Mapping[str, Any]]) -
 def _print_epochs(
     runs: list[_Run], values: Mapping[str, Mapping[str, Any]], shown: dict[str, float], console: Console
 ) -> None:
-    """Where nobody watches, a line every few epochs."""
+    """Where nobody watches, a line for each epoch whose network has been judged."""
     for run in runs:
         row = values[run.name]
-        epoch = int(row.get("epoch", 0))
-        if row.get("consistency") is None or epoch < shown.get(run.name, 0) + 4:
+        epoch = int(row.get("judged", 0))
+        if epoch <= shown.get(run.name, 0):
             continue
         shown[run.name] = epoch
         losses = f"L_ins {row['instance']:.3f}  L_con {row['consistency']:.3f}"

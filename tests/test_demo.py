@@ -34,6 +34,10 @@ def test_an_epoch_of_the_demo_leaves_two_runs_and_a_page(tmp_path):
     assert (tmp_path / "demo" / "index.html").as_uri() in result.stdout
     for name in ("untrained", "MoCo", "MoCo + CO2"):
         assert re.search(rf"^{re.escape(name)} +\d+\.\d%", result.stdout, re.MULTILINE)
+    # The accuracy beside an epoch is that epoch's.
+    for name, folder in (("MoCo", "demo-moco"), ("MoCo + CO2", "demo-co2")):
+        (last,) = re.findall(rf"^{re.escape(name)} +epoch +1/1 .* kNN (\S+)$", result.stdout, re.MULTILINE)
+        assert last == format(read_run(tmp_path / "demo" / folder).latest("knn_top1"), ".1%")
     # Both started from the same network: the untrained measurements agree to the last digit.
     first = [read_run(tmp_path / "demo" / name).untrained("knn_top1") for name in ("demo-moco", "demo-co2")]
     assert first[0] == first[1] is not None
