@@ -86,6 +86,16 @@ class ImageSource(ABC):
         """The images at these indices, in this order."""
         return Subset(self, np.asarray(indices, dtype=np.int64))
 
+    def spread(self, most: int) -> ImageSource:
+        """At most so many images (0: all), evenly spread, so that every class of a sorted source is there."""
+        return self if not most or len(self) <= most else self.subset(evenly(len(self), most))
+
+
+def evenly(count: int, most: int) -> np.ndarray:
+    """At most so many of the numbers below `count`, evenly spread: [min(count, most)]."""
+    chosen = min(count, most)
+    return np.arange(chosen) * count // chosen
+
 
 class Subset(ImageSource):
     """Some of the images of another source, in an order of their own."""

@@ -26,11 +26,14 @@ class Mechanism(nn.Module):
     """
 
     views_per_image: int  # how many views of each image a step needs
-    directions: int = 1
-    """How many losses are added up: 2 where each view is compared with the other, as the MoCo authors do it."""
     encoder: Encoder
     lap: Callable[[str], None] = staticmethod(lambda part: None)
     """Called after each part of a step with its name; a stopwatch may stand here."""
+
+    @property
+    def directions(self) -> int:
+        """How many losses are added up: 2 where each view is compared with the other, as the MoCo authors do it."""
+        return 1
 
     def chances(self, steps: Tensor, images: int) -> Tensor:
         """What is random about these steps [T], of `images` images each, beside the views: [T, X], for each step a row.
@@ -67,10 +70,13 @@ class MomentumContrast(Mechanism):
         self.shuffle = experiment.encoder.shuffle_keys
         self.momentum = experiment.negatives.momentum
         self.symmetric = experiment.negatives.symmetric
-        self.directions = 2 if self.symmetric else 1
         self.encoder = encoder
         self.key_encoder = MomentumEncoder(encoder)
         self.queue = MomentumQueue(experiment.negatives.size, experiment.encoder.dimension, generator)
+
+    @property
+    def directions(self) -> int:
+        return 2 if self.symmetric else 1
 
     def chances(self, steps: Tensor, images: int) -> Tensor:
         """In which order the key encoder sees the images of a batch: [T, B]."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,9 +30,9 @@ class Monitor:
         self.experiment = experiment
         self.device = device
         self.workers = workers
-        self.health = _spread(splits.train, limits.health_images)
-        self.bank = _spread(splits.bank, limits.bank_images) if splits.bank is not None else None
-        self.queries = _spread(splits.test, limits.query_images) if splits.test is not None else None
+        self.health = splits.train.spread(limits.health_images)
+        self.bank = splits.bank.spread(limits.bank_images) if splits.bank is not None else None
+        self.queries = splits.test.spread(limits.query_images) if splits.test is not None else None
         # Small pictures keep a GPU busy only in large batches.
         self.batch_size = 2048 if device.type == "cuda" and experiment.views.size <= 64 else 256
         self._kept: dict[str, list[Batch]] = {}
@@ -108,10 +107,3 @@ def _project(encoder: Encoder, features: Tensor) -> Tensor:
     with evaluation_mode(encoder.head):
         projected: Tensor = encoder.head(features.to(precision))
     return projected
-
-
-def _spread(source: ImageSource, limit: int) -> ImageSource:
-    """At most `limit` images, evenly spread over the source, so that every class of a sorted folder is there."""
-    if len(source) <= limit:
-        return source
-    return source.subset(np.arange(limit) * len(source) // limit)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import torch
 
 from co2.data.open import DataSplits
-from co2.data.source import ImageSource
+from co2.data.source import evenly
 from co2.errors import UserError
 from co2.evaluation.features import Embedding as Embedding
 from co2.evaluation.features import embed as embed
@@ -21,7 +20,7 @@ from co2.evaluation.specification import KnnSettings
 from co2.evaluation.subject import Subject
 from co2.measures.knn import knn_accuracies, neighbour_count
 
-__all__ = ["PAPER", "QUICK", "Embedding", "KnnSettings", "embed", "evaluate", "spread"]
+__all__ = ["PAPER", "QUICK", "Embedding", "KnnSettings", "embed", "evaluate"]
 
 _SEARCH_IMAGES = 10_000  # of the bank that ask all the others, to find the best k
 
@@ -42,9 +41,9 @@ def evaluate(
     """
     if data.bank is None or data.bank.labels is None:
         raise UserError(f"knn needs labels, and there are none in {data.description}. {LAYOUT}")
-    bank_source = spread(data.bank, settings.bank_images)
+    bank_source = data.bank.spread(settings.bank_images)
     held_out = data.test is not None and data.test.labels is not None
-    query_source = spread(data.test, settings.query_images) if held_out and data.test is not None else bank_source
+    query_source = data.test.spread(settings.query_images) if held_out and data.test is not None else bank_source
     assert bank_source.labels is not None
     assert query_source.labels is not None
     check_classes("knn", bank_source.labels, query_source.labels, bank_source.classes)
@@ -91,7 +90,7 @@ def evaluate(
     }
     if settings.best_k:
         ks = sorted({min(k, len(bank.features) - 1) for k in settings.ks})
-        rows = torch.from_numpy(_evenly(len(bank.features), _SEARCH_IMAGES))
+        rows = torch.from_numpy(evenly(len(bank.features), _SEARCH_IMAGES))
         within_bank = accuracies_of(rows, ks)
         best = max(range(len(ks)), key=lambda place: within_bank[place][0])
         by_k = accuracies_of(None, ks)
@@ -110,13 +109,3 @@ def evaluate(
         settings=dataclasses.asdict(settings) | {"seed": seed, "view_size": subject.view_size},
         details=details,
     )
-
-
-def spread(source: ImageSource, limit: int) -> ImageSource:
-    """At most `limit` images (0: all), evenly spread over the source, so that every class of a sorted one is there."""
-    return source if not limit or len(source) <= limit else source.subset(_evenly(len(source), limit))
-
-
-def _evenly(count: int, limit: int) -> np.ndarray:
-    limit = min(count, limit)
-    return np.arange(limit) * count // limit

@@ -57,7 +57,7 @@ def evaluate(
 ) -> Evaluation:
     """Alignment, uniformity, RankMe and the agreement of two views on their neighbours. `seed` draws the views."""
     device = torch.device(device)
-    source = knn.spread(data.train, settings.images)
+    source = data.train.spread(settings.images)
     if len(source) < 3:
         raise UserError(f"label-free compares images with each other, and {data.description} has only {len(source)}.")
     backbone = ready(subject.build(), device)

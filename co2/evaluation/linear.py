@@ -36,6 +36,7 @@ from co2.evaluation.specification import LINEAR_PAPER as PAPER
 from co2.evaluation.specification import LINEAR_QUICK as QUICK
 from co2.evaluation.specification import LinearSettings
 from co2.evaluation.subject import Subject
+from co2.views.specification import Augmentation
 
 __all__ = ["PAPER", "QUICK", "LinearSettings", "evaluate"]
 
@@ -98,7 +99,7 @@ def _by_sgd(
         head.parameters(), settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay
     )
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, list(settings.milestones), settings.decay)
-    views = replace(subject.views, crop_scale=settings.crop_scale, flip_probability=0.5 if settings.flips else 0.0)
+    views = _views(subject, settings)
     loader = random_views(
         split.train,
         views,
@@ -129,6 +130,11 @@ def _by_sgd(
     return head, {"loss_by_epoch": finite(torch.stack(losses).tolist(), "linear")}
 
 
+def _views(subject: Subject, settings: LinearSettings) -> Augmentation:
+    """What the layer learns from: random crops, mirrored half of the time."""
+    return replace(subject.views, crop_scale=settings.crop_scale, flip_probability=0.5 if settings.flips else 0.0)
+
+
 def _by_regression(
     backbone: nn.Module,
     subject: Subject,
@@ -141,7 +147,7 @@ def _by_regression(
 ) -> tuple[LogisticRegression, dict[str, Any]]:
     """The strength of the regularisation is chosen on a held-out part of the images; then all are fitted with it."""
     show = partial(embed, backbone, views=subject.views, device=device, workers=workers, progress=progress)
-    views = replace(subject.views, crop_scale=settings.crop_scale, flip_probability=0.5 if settings.flips else 0.0)
+    views = _views(subject, settings)
     shown = embed_crops(
         backbone,
         split.train,

@@ -80,7 +80,7 @@ class Job:
 
 def work_on(job_file: str) -> int:
     """Do what a job file says; returns the exit code. SIGTERM stops it with everything kept."""
-    end_with_parent()
+    stop_with_the_study()
     job = Job.read(Path(job_file))
     experiment = Experiment.from_json(job.experiment)
     run = Path(experiment.out)
@@ -282,7 +282,7 @@ def _alone(run: Path) -> Iterator[None]:
         yield
 
 
-def end_with_parent() -> None:
+def stop_with_the_study() -> None:
     """Stop, as on SIGTERM, when the study that started this process is gone: then its end of our input is closed."""
     if not stat.S_ISFIFO(os.fstat(0).st_mode):
         return  # started by hand

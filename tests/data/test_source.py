@@ -58,3 +58,10 @@ def test_changing_an_image_does_not_change_the_data() -> None:
 def test_sources_pickle() -> None:
     copy = pickle.loads(pickle.dumps(numbered(5).subset([4, 1])))
     assert torch.equal(copy.image(0), torch.full((3, 2, 2), 4, dtype=torch.uint8))
+
+
+def test_some_images_are_spread_evenly_over_all():
+    source = numbered(10)
+    assert [int(image[0, 0, 0]) for image in map(source.spread(4).image, range(4))] == [0, 2, 5, 7]
+    for everything in (0, 10, 11):
+        assert source.spread(everything) is source
