@@ -309,11 +309,24 @@ def _end_all_workers() -> None:
         workers.end()
 
 
+# Ctrl-C, and a launcher's SIGTERM, reach a run's workers too. The run finishes its step, for which it needs them.
+_NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Processes that are started in here take over that these signals wait. In this one they arrive afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin_worker(worker: int) -> None:
-    end_with_parent()
-    # Ctrl-C, and a launcher's SIGTERM, reach a run's workers too. The run finishes its step, for which it needs them.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _NOT_FOR_WORKERS:
         signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
 
 
 def _as_it_is(batch: Any) -> Any:  # by name, because a worker that is not forked cannot be sent a lambda
@@ -323,7 +336,9 @@ def _as_it_is(batch: Any) -> Any:  # by name, because a worker that is not forke
 def _checked(loader: DataLoader[Any]) -> Iterator[Any]:
     """What a loader gives; what went wrong in a worker is told in a plain sentence."""
     try:
-        for result in loader:
+        with _signals_held_back():  # from workers that are just beginning
+            results = iter(loader)
+        for result in results:
             if isinstance(result, UserError):
                 # A new one: an error that is also a variable of the frame it remembers is only freed by the garbage
                 # collector, and with it the loader, whose workers then take seconds to end.

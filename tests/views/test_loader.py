@@ -185,6 +185,21 @@ def test_shares_of_a_batch_make_up_the_batch(workers):
         assert sorted(first.bad + second.bad) == sorted(together.bad)
 
 
+def test_workers_leave_signals_to_the_run_from_their_first_moment_on(monkeypatch):
+    begin = loader_module._begin_worker
+
+    def signalled_before_it_begins(worker):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        begin(worker)
+
+    monkeypatch.setattr(loader_module, "_begin_worker", signalled_before_it_begins)
+    views = loader(Pictures(64), workers=2)
+    assert len(list(views.epoch(0))) == 8
+    assert views.workers.lost == 0
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}  # not for this process
+
+
 def test_workers_leave_signals_to_the_run():
     """Ctrl-C and a launcher's SIGTERM go to the workers too, which the run needs to finish its step."""
     views = loader(Pictures(64), workers=2)
