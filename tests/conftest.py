@@ -5,9 +5,15 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 from co2 import recipes
 from co2.config import Experiment
+
+# What passed once passes again: every run draws the same examples. `pytest --hypothesis-profile search` draws new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None)
+settings.load_profile("repeatable")
 
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter, which must know before it is imported
     os.environ["TRITON_INTERPRET"] = "1"

@@ -261,7 +261,7 @@ FIELDS = {
     name: [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     for name, kind in get_type_hints(Experiment).items()
 }
-fuzz = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+fuzz = settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 
 
 @fuzz

@@ -237,7 +237,7 @@ def test_the_reason_says_truncated(kind: str) -> None:
         decode_image(data[: len(data) // 2])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"]), st.data())
 def test_damage_anywhere_gives_pixels_or_a_bad_image_and_nothing_else(kind: str, choices: st.DataObject) -> None:
     data = bytearray(SMALL[kind])

@@ -88,7 +88,7 @@ def check(data: bytes) -> None:
             assert image.shape[0] == 3
 
 
-fuzz = partial(settings, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+fuzz = partial(settings, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("name", sorted(VALID))

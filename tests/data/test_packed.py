@@ -380,7 +380,7 @@ def test_manifests_that_are_none(pack: Path, text: str) -> None:
         open_data(str(pack))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 @given(choices=st.data())
 def test_any_index_is_refused_or_read(
     made: Path, tmp_path_factory: pytest.TempPathFactory, choices: st.DataObject

@@ -108,7 +108,7 @@ def test_grouping_matters() -> None:
     assert not torch.allclose(model(batch), whole, atol=1e-2)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(groups=st.integers(1, 9), extra=st.integers(0, 20), momentum=st.floats(0.001, 1.0), steps=st.integers(1, 3))
 def test_running_statistics_move_towards_the_mean_over_groups(
     groups: int, extra: int, momentum: float, steps: int

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_fused_normalisation import Case
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     images=st.integers(2, 9), groups=st.integers(1, 4), channels=st.integers(1, 40), side=st.integers(1, 6),
     residual=st.booleans(), relu=st.booleans(),

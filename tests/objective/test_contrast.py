@@ -281,7 +281,7 @@ def test_nan_stays_in_its_row_and_a_nan_negative_reaches_all() -> None:
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 7))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shapes, st.floats(0.02, 2.0), st.floats(0.02, 2.0), st.floats(0, 0.9), st.integers(0, 2**31), st.booleans())
 def test_whatever_the_shape_it_equals_the_oracles(
     shape: tuple[int, int, int], tau: float, sigma: float, smoothing: float, seed: int, shuffle: bool

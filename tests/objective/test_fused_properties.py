@@ -11,9 +11,7 @@ from test_fused import check, interpreted, triple
 @interpreted
 # Without shrinking: the interpreter is slow, and the drawn case names itself.
 @settings(
-    deadline=None,
     max_examples=12,
-    derandomize=True,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

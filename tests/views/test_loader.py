@@ -202,10 +202,11 @@ def test_workers_leave_signals_to_the_run_from_their_first_moment_on(monkeypatch
 
 def test_workers_leave_signals_to_the_run():
     """Ctrl-C and a launcher's SIGTERM go to the workers too, which the run needs to finish its step."""
+    before = set(multiprocessing.active_children())
     views = loader(Pictures(64), workers=2)
     batches = views.epoch(0)
     seen = [next(batches)]
-    for worker in multiprocessing.active_children():
+    for worker in set(multiprocessing.active_children()) - before:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(worker.pid, number)
     assert len(seen + list(batches)) == 8

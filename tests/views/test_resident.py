@@ -208,10 +208,11 @@ def test_workers_that_die_again_and_again_are_no_accident():
 @pytest.mark.parametrize("wrong", [{"bad": range(200)}, {"most_bytes": 1000}])
 def test_no_worker_outlives_a_failure(wrong):
     source = Pictures(200, bad=wrong.pop("bad", ()))
+    before = set(multiprocessing.active_children())
     with pytest.raises((RunError, DoesNotFit)) as kept:  # and with it the frames of the loader
         resident_views(source, workers=2, **wrong)
     assert kept.tb is not None
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 class Mistaken(Pictures):
@@ -221,10 +222,11 @@ class Mistaken(Pictures):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_users_mistake_is_told_as_it_is(workers):
+    before = set(multiprocessing.active_children())
     with pytest.raises(UserError) as refusal:
         resident_views(Mistaken(40), workers=workers)
     assert str(refusal.value) == "Install the missing package."
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.parametrize(("size", "said"), [(41, "at most 40"), (1, "at least 2")])
