@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,6 +63,7 @@ def evaluate(
     device = torch.device(device)
     train, test = read_segmentation(data, settings.train, settings.test)
     _check(train, test, settings, progress)
+    _check_masks(test, progress)
     with seeded(seed, device):
         model = on_device(Segmenter(subject, len(train.classes), settings), device)
         curves, unreadable = train_segmenter(
@@ -104,6 +106,13 @@ def _check(train: VocSegmentation, test: VocSegmentation, settings: Segmentation
                 f"{name}: {len(split.odd_sizes):,} masks have another size than their image and are left out, the "
                 f"first of them {split.odd_sizes[0]}."
             )
+
+
+def _check_masks(data: VocSegmentation, progress: Progress) -> None:
+    """Masks with classes that nobody knows are refused before the training that would be lost, not after it."""
+    for index in progress.track(range(len(data.images)), "Checking the masks", len(data.images)):
+        with suppress(BadImage):  # one that is left out and named when it would be judged
+            data.mask(index)
 
 
 class Segmenter(nn.Module):

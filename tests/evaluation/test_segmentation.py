@@ -264,6 +264,17 @@ def test_a_class_that_nobody_knows_is_told_from_wherever_it_is_met(own_shapes, w
         evaluate(narrow_subject(), root, BRIEF, workers=workers)
 
 
+def test_a_mask_that_cannot_be_judged_is_told_before_training(own_shapes):
+    root, year = own_shapes
+    Image.new("L", (64, 64), 7).save(year / "SegmentationClass" / "val_000011.png")
+    stages = []
+    listener = Progress()
+    listener.stage = lambda words, total=None: stages.append(words)
+    with pytest.raises(UserError, match=r"val_000011\.png has pixels of class 7"):
+        evaluate(narrow_subject(), root, BRIEF, progress=listener)
+    assert stages == ["Checking the masks"]
+
+
 def test_what_is_wrong_is_told_before_training(shapes):
     subject = narrow_subject()
     with pytest.raises(UserError, match="fewer than one batch of 100"):
