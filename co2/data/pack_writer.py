@@ -14,7 +14,6 @@ import hashlib
 import io
 import json
 import os
-import signal
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +22,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from co2.data.decode import decode_image
 from co2.data.open import open_splits
@@ -41,18 +39,16 @@ from co2.data.packed import (
     read_json,
     read_manifest,
 )
+from co2.data.plain_jpeg import plain_frame
 from co2.data.source import BadImage, ImageSource, in_words, printable
+from co2.data.workers import WorkerLost, in_parts, results_of
 from co2.errors import RunError, UserError
-from co2.machine import end_with_parent
 
 SHORTER_SIDE, QUALITY = 256, 90
 _LOCK = ".lock"
 _WRITING = ".writing"
 _SECONDS_BETWEEN_COMMITS = 5.0
 _IMAGES_AT_ONCE = 16  # in one message from a worker
-_ORIENTATION_TAG = 0x0112
-# How finely brightness is sampled in relation to colour, in the notation of JPEG's header: 4:4:4, 4:2:2, 4:4:0, 4:2:0.
-_USUAL_SAMPLING = (0x11, 0x21, 0x12, 0x22)
 _MOST_BESIDE_PIXELS = 1 << 16  # bytes of thumbnails and notes that may be copied along with an image
 
 
@@ -171,45 +167,21 @@ class _Recipe:
 
 def _is_plain_jpeg(data: bytes, height: int, width: int) -> bool:
     """Whether every decoder, also one on a GPU, makes the same upright RGB picture of this file, and quickly."""
-    frame = _baseline_frame(data)
-    if frame is None or len(frame) != 15 or len(data) > 3 * height * width + _MOST_BESIDE_PIXELS:
+    frame = plain_frame(data)
+    if frame is None or len(data) > 3 * height * width + _MOST_BESIDE_PIXELS:
         return False
-    # Bits, height and width, and for each of three components its name, sampling and table.
-    if frame[:6] != bytes([8, *height.to_bytes(2, "big"), *width.to_bytes(2, "big"), 3]):
-        return False
-    names, sampling = frame[6::3], frame[7::3]
-    if names == b"RGB" or sampling[0] not in _USUAL_SAMPLING or sampling[1:] != b"\x11\x11":
-        return False
-    try:
-        with Image.open(io.BytesIO(data), formats=("JPEG",)) as header:
-            upright = header.getexif().get(_ORIENTATION_TAG, 1) == 1
-            return upright and header.format == "JPEG" and header.info.get("adobe_transform", 1) == 1
-    except Exception:  # notes that some read and some do not are not plain
-        return False
-
-
-def _baseline_frame(data: bytes) -> bytes | None:
-    """What the header of a JPEG says about its pixels; None if it is no JPEG, or of a kind that few decoders know."""
-    position = 2 if data[:2] == b"\xff\xd8" else len(data)
-    while len(head := data[position : position + 4]) == 4 and head[0] == 0xFF:
-        kind, length = head[1], int.from_bytes(head[2:], "big")
-        if kind == 0xC0:
-            return data[position + 4 : position + 2 + length]
-        if kind not in (0xC4, 0xDB, 0xDD, 0xFE) and not 0xE0 <= kind <= 0xEF:  # tables, intervals, notes
-            return None
-        position += 2 + length
-    return None
+    return (frame.height, frame.width, len(frame.names)) == (height, width, 3)
 
 
 # Many images.
 
 
-class _PackedImages(Dataset[Any]):
+class _PackedImages:
     def __init__(self, source: ImageSource, recipe: _Recipe) -> None:
         self.source = source
         self.recipe = recipe
 
-    def __getitem__(self, indices: range) -> list[_Image | str]:
+    def __call__(self, indices: range) -> list[_Image | str]:
         """Each image as it lies in a pack, or the reason why there is none."""
         results: list[_Image | str] = []
         for index in indices:
@@ -220,44 +192,12 @@ class _PackedImages(Dataset[Any]):
         return results
 
 
-class _Ranges(Sampler[range]):
-    """The numbers from `first` to `end`, a few at a time."""
-
-    def __init__(self, first: int, end: int) -> None:
-        self.first, self.end = first, end
-
-    def __iter__(self) -> Iterator[range]:
-        starts = range(self.first, self.end, _IMAGES_AT_ONCE)
-        return (range(start, min(start + _IMAGES_AT_ONCE, self.end)) for start in starts)
-
-
 def _packed_images(source: ImageSource, recipe: _Recipe, first: int, workers: int) -> Iterator[list[_Image | str]]:
-    loader = DataLoader(
-        _PackedImages(source, recipe),
-        sampler=_Ranges(first, len(source)),
-        batch_size=None,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        worker_init_fn=_begin_worker,
-    )
+    parts = in_parts(range(first, len(source)), _IMAGES_AT_ONCE)
     try:
-        yield from loader
-    except RuntimeError as error:
-        if "exited unexpectedly" not in str(error):
-            raise
-        raise RunError(
-            "A process that decodes images was ended by the system, probably for want of memory. What is packed is "
-            "kept: run the command again, with fewer --workers, to go on."
-        ) from None
-
-
-def _begin_worker(worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
-    end_with_parent()
-
-
-def _as_it_is(batch: Any) -> Any:  # by name, because a worker that is not forked cannot be sent a lambda
-    return batch
+        yield from results_of(_PackedImages(source, recipe), parts, workers, for_gpu=False)
+    except WorkerLost as error:
+        raise RunError(f"{error} What is packed is kept: run the command again to go on.") from None
 
 
 # Files.

@@ -21,7 +21,9 @@ _ORIENTATION = 0x0112
 _SHORT = 3
 
 
-class _Frame(NamedTuple):
+class Frame(NamedTuple):
+    """The picture in a JPEG."""
+
     height: int
     width: int
     names: bytes  # of the components
@@ -29,7 +31,13 @@ class _Frame(NamedTuple):
 
 
 def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a JPEG that every decoder understands in the same way; None for whatever else it may be.
+    """Height and width of a JPEG that every decoder understands in the same way; None for whatever else it may be."""
+    frame = plain_frame(data)
+    return None if frame is None else (frame.height, frame.width)
+
+
+def plain_frame(data: bytes) -> Frame | None:
+    """The picture in a JPEG that every decoder understands in the same way; None for whatever else it may be.
 
     Plain is a baseline JPEG of 8 bits, in grey or in the usual colours, upright, with sound tables, in one scan and up
     to its end mark. Progressive ones are not: a GPU's decoder takes them one by one and has the CPU do half of the
@@ -38,7 +46,7 @@ def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
     if data[:2] != b"\xff\xd8" or data[-2:] != b"\xff\xd9":
         return None
     place, end = 2, len(data) - 2
-    frame: _Frame | None = None
+    frame: Frame | None = None
     huffman: frozenset[int] = frozenset()
     quantisation: frozenset[int] = frozenset()
     exif = False
@@ -79,13 +87,13 @@ def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
         elif kind == _SCAN:
             if frame is None or not quantisation.issuperset(frame.tables):
                 return None
-            return (frame.height, frame.width) if _is_whole_scan(content, frame.names, huffman) else None
+            return frame if _is_whole_scan(content, frame.names, huffman) else None
         elif kind not in _NO_HARM:
             return None
     return None
 
 
-def _plain_frame(content: bytes) -> _Frame | None:
+def _plain_frame(content: bytes) -> Frame | None:
     """The picture's size and components, if it is in grey or in the usual colours, of 8 bits and not too large."""
     if len(content) < 6:
         return None
@@ -94,7 +102,7 @@ def _plain_frame(content: bytes) -> _Frame | None:
         return None
     if not (0 < height <= _LONGEST_SIDE and 0 < width <= _LONGEST_SIDE and height * width <= MOST_PIXELS):
         return None
-    frame = _Frame(height, width, content[6::3], content[8::3])
+    frame = Frame(height, width, content[6::3], content[8::3])
     samples = content[7::3]
     if count == 1:
         return frame if samples == b"\x11" else None

@@ -5,12 +5,19 @@ from __future__ import annotations
 import io
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 
+from co2.errors import RunError
+
+T = TypeVar("T")
+
+BAD_IN_A_ROW = 50
+"""So many unreadable images one after the other are no accident."""
 HELD_OUT = ("val", "valid", "validation", "test")
 """What people call the images that are not trained on, in the order in which they are preferred."""
 
@@ -95,6 +102,29 @@ def evenly(count: int, most: int) -> np.ndarray:
     """At most so many of the numbers below `count`, evenly spread: [min(count, most)]."""
     chosen = min(count, most)
     return np.arange(chosen) * count // chosen
+
+
+def readable(source: ImageSource, read: Callable[[int], T], index: int, bad: dict[int, str]) -> tuple[int, T]:
+    """What `read` makes of the image at `index`, or of the next one of the source that can be read, and which one that
+    is: a function of `index`, whichever worker asks.
+
+    Writes down in `bad` what was passed over on the way.
+    """
+    for step in range(min(BAD_IN_A_ROW, len(source))):
+        used = (index + step) % len(source)
+        try:
+            return used, read(used)
+        except BadImage as error:
+            bad[used] = str(error)
+    raise too_many_in_a_row(source, step + 1, used, bad[used])
+
+
+def too_many_in_a_row(source: ImageSource, count: int, last: int, reason: str) -> RunError:
+    """To be raised when `count` images up to number `last` could not be read, that one for this reason."""
+    return RunError(
+        f"{count} images in a row could not be read, the last one being {source.describe(last)} ({reason}). "
+        "Is the folder with the images still there? A training run can be continued with --resume."
+    )
 
 
 class Subset(ImageSource):

@@ -69,17 +69,17 @@ class Monitor:
         if self.bank is None:
             return {}
         bank, bank_labels = self._labelled_features(encoder, "bank", self.bank)
-        held_out = self.queries is not None
-        # Where nothing is held out, each image asks all the others.
-        queries, labels = self._labelled_features(encoder, "queries", self.queries) if held_out else (bank, bank_labels)
-        judge = partial(knn_accuracy, classes=len(self.bank.classes), exclude_self=not held_out)
+        if self.queries is None:  # nothing is held out: each image asks all the others
+            queries, labels = bank, bank_labels
+        else:
+            queries, labels = self._labelled_features(encoder, "queries", self.queries)
+        judge = partial(knn_accuracy, classes=len(self.bank.classes), exclude_self=self.queries is None)
         result = judge(bank, bank_labels, queries, labels)
         # The MoCo authors' notebook, whose numbers people compare with, judges what the head makes of the features.
         embedded = judge(_project(encoder, bank), bank_labels, _project(encoder, queries), labels)
         return {"knn_top1": result.top1, "knn_top5": result.top5, "knn_embedding_top1": embedded.top1}
 
-    def _labelled_features(self, encoder: Encoder, name: str, source: ImageSource | None) -> tuple[Tensor, Tensor]:
-        assert source is not None
+    def _labelled_features(self, encoder: Encoder, name: str, source: ImageSource) -> tuple[Tensor, Tensor]:
         assert source.labels is not None
         size = self.experiment.views.size
         batches = self._once(name, source, lambda: plain_batches(source, size, self.batch_size, self.workers))

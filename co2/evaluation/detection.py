@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 from torchvision.models.detection.image_list import ImageList
@@ -33,8 +32,9 @@ from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import roi_align
 from torchvision.transforms.v2 import functional as F
 
-from co2.data.source import BadImage
+from co2.data.source import BadImage, readable
 from co2.data.voc import VocDetection, read_detection
+from co2.data.workers import in_parts, results_of
 from co2.errors import UserError
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
@@ -44,11 +44,9 @@ from co2.evaluation.spatial import (
     Preparation,
     Trunk,
     fit,
-    load,
     on_device,
     padding_colour,
     parameter_groups,
-    readable,
     seeded,
     stepped_rate,
     take_statistics,
@@ -324,7 +322,7 @@ def train_detector(
     plan = shape_grouped_batches(
         data.sizes, settings.batch_size, settings.iterations + settings.statistics_batches, seed
     )
-    batches = load(samples, plan, workers)
+    batches = results_of(samples, plan, workers)
 
     def forward(batch: DetectionBatch) -> dict[str, Tensor]:
         unreadable.update(batch.bad)
@@ -368,9 +366,8 @@ def detect(
     model.eval()
     found, truth, unreadable = [], [], {}
     size = min(64, max(1, _TEST_PIXELS // (settings.test_size * settings.longest)))
-    indices = range(len(data.images))
-    plan = [indices[start : start + size] for start in range(0, len(indices), size)]
-    batches = load(_TestSamples(data, settings, model.mean), plan, workers)
+    plan = in_parts(range(len(data.images)), size)
+    batches = results_of(_TestSamples(data, settings, model.mean), plan, workers)
     for batch in progress.track(batches, "Detecting", len(plan)):
         unreadable.update(batch.bad)
         if not batch.indices:
@@ -404,14 +401,16 @@ class DetectionBatch(NamedTuple):
     bad: dict[int, str]
 
 
-def shape_grouped_batches(sizes: np.ndarray, batch_size: int, batches: int, seed: int) -> list[list[tuple[int, ...]]]:
+def shape_grouped_batches(
+    sizes: np.ndarray, batch_size: int, batches: int, seed: int
+) -> list[list[tuple[int, int, int]]]:
     """Which images each batch holds, as (batch, epoch, image), given the images' widths and heights [N, 2].
 
     Epochs follow one another without a gap, each in an order of its own. Upright and lying images are not mixed: most
     of such a batch would be padding.
     """
     upright = (sizes[:, 1] > sizes[:, 0]).tolist()
-    planned: list[list[tuple[int, ...]]] = []
+    planned: list[list[tuple[int, int, int]]] = []
     waiting: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     epoch = 0
     while True:
@@ -419,14 +418,14 @@ def shape_grouped_batches(sizes: np.ndarray, batch_size: int, batches: int, seed
             group = waiting[upright[image]]
             group.append((epoch, image))
             if len(group) == batch_size:
-                planned.append([(len(planned), *one) for one in group])
+                planned.append([(len(planned), when, which) for when, which in group])
                 group.clear()
                 if len(planned) == batches:
                     return planned
         epoch += 1
 
 
-class _TrainingSamples(Dataset[Any]):
+class _TrainingSamples:
     """Batches at a size drawn for each, in which every second image, drawn for itself, is mirrored."""
 
     def __init__(
@@ -437,14 +436,14 @@ class _TrainingSamples(Dataset[Any]):
         self.seed = seed
         self.mean = mean
 
-    def __getitems__(self, wanted: list[tuple[int, int, int]]) -> DetectionBatch:
+    def __call__(self, wanted: list[tuple[int, int, int]]) -> DetectionBatch:
         settings, data = self.settings, self.data
         number = torch.tensor([wanted[0][0]])
         drawn = uniforms(self.seed, 0, number, 1, 1).item()  # the batch's; view 0 of an image is its own
         shorter = settings.train_sizes[int(drawn * len(settings.train_sizes))]
         rows, bad = [], dict[int, str]()
         for _, epoch, index in wanted:
-            used, image = readable(data.images.image, index, len(data.images), bad)
+            used, image = readable(data.images, data.images.image, index, bad)
             objects = data.objects[used]
             image, boxes = resized(image, objects.boxes, shorter, settings.longest)
             if uniforms(self.seed, epoch, torch.tensor([index]), 0, 1).item() < settings.flip_probability:
@@ -453,13 +452,13 @@ class _TrainingSamples(Dataset[Any]):
         return _batch(rows, self.mean, bad)
 
 
-class _TestSamples(Dataset[Any]):
+class _TestSamples:
     def __init__(self, data: VocDetection, settings: DetectionSettings, mean: tuple[float, float, float]) -> None:
         self.data = data
         self.settings = settings
         self.mean = mean
 
-    def __getitems__(self, wanted: range) -> DetectionBatch:
+    def __call__(self, wanted: range) -> DetectionBatch:
         rows, bad = [], dict[int, str]()
         for index in wanted:
             try:

@@ -12,17 +12,17 @@ import dataclasses
 import os
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as images_functional
 
-from co2.data.source import BadImage
+from co2.data.source import BadImage, readable
 from co2.data.voc import NOT_JUDGED, VocSegmentation, read_segmentation
+from co2.data.workers import results_of
 from co2.errors import UserError
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
@@ -30,11 +30,9 @@ from co2.evaluation.spatial import (
     Preparation,
     Trunk,
     fit,
-    load,
     on_device,
     padding_colour,
     parameter_groups,
-    readable,
     seeded,
     stepped_rate,
     width_of,
@@ -199,9 +197,8 @@ def train_segmenter(
         decay=settings.decay,
     )
     progress.stage("Training the segmenter", len(plan))
-    curves = fit(
-        model, load(_CropSamples(data, settings, seed, model.mean), plan, workers), losses, optimiser, rate, progress
-    )
+    crops = results_of(_CropSamples(data, settings, seed, model.mean), plan, workers)
+    curves = fit(model, crops, losses, optimiser, rate, progress)
     return curves, unreadable
 
 
@@ -229,7 +226,7 @@ def segment(
     unreadable: dict[int, str] = {}
     model.eval()
     plan = [[index] for index in range(len(data.images))]  # images of different sizes, so one at a time
-    for whole in progress.track(load(_WholeImages(data), plan, workers), "Segmenting", len(plan)):
+    for whole in progress.track(results_of(_WholeImages(data), plan, workers), "Segmenting", len(plan)):
         if whole.bad:
             unreadable.update(whole.bad)
             continue
@@ -253,7 +250,7 @@ class Crops(NamedTuple):
     bad: dict[int, str]
 
 
-class _CropSamples(Dataset[Any]):
+class _CropSamples:
     def __init__(
         self, data: VocSegmentation, settings: SegmentationSettings, seed: int, mean: tuple[float, float, float]
     ) -> None:
@@ -262,13 +259,13 @@ class _CropSamples(Dataset[Any]):
         self.seed = seed
         self.mean = mean
 
-    def __getitems__(self, wanted: list[tuple[int, int]]) -> Crops:
+    def __call__(self, wanted: list[tuple[int, int]]) -> Crops:
         settings, side = self.settings, self.settings.crop
         images = padding_colour(self.mean).expand(len(wanted), 3, side, side).clone()  # [B, 3, S, S]
         masks = torch.full((len(wanted), side, side), NOT_JUDGED, dtype=torch.uint8)
         bad: dict[int, str] = {}
         for place, (epoch, index) in enumerate(wanted):
-            _, (image, mask) = readable(partial(_read, self.data), index, len(self.data.images), bad)
+            _, (image, mask) = readable(self.data.images, partial(_read, self.data), index, bad)
             drawn = uniforms(self.seed, epoch, torch.tensor([index]), 0, 4)[0].tolist()
             image, mask = random_crop(image, mask, drawn, settings)
             images[place, :, : image.shape[-2], : image.shape[-1]] = image
@@ -294,11 +291,11 @@ def random_crop(
     return image, mask
 
 
-class _WholeImages(Dataset[Any]):
+class _WholeImages:
     def __init__(self, data: VocSegmentation) -> None:
         self.data = data
 
-    def __getitems__(self, wanted: list[int]) -> Crops:
+    def __call__(self, wanted: list[int]) -> Crops:
         (index,) = wanted
         try:
             image, mask = _read(self.data, index)

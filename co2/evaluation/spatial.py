@@ -8,13 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from torchvision.models.resnet import ResNet
 
-from co2.data.source import BadImage
-from co2.errors import RunError, UserError
+from co2.errors import RunError
 from co2.evaluation.progress import Progress
-from co2.views.loader import BAD_IN_A_ROW, Workers
 
 T = TypeVar("T")
 MOST_STRIDE = 32
@@ -96,41 +93,6 @@ class Preparation:
 def padding_colour(mean: Sequence[float]) -> Tensor:
     """What images are padded with: the mean colour, which normalisation turns into zeros. uint8 [3, 1, 1]."""
     return (255 * torch.tensor(mean)).round().to(torch.uint8)[:, None, None]
-
-
-def readable(read: Callable[[int], T], index: int, count: int, bad: dict[int, str]) -> tuple[int, T]:
-    """What `read` gives for an index, or for the next one of `count` that can be read; `bad` notes the others."""
-    for step in range(min(BAD_IN_A_ROW, count)):
-        used = (index + step) % count
-        try:
-            return used, read(used)
-        except BadImage as error:
-            bad[used] = str(error)
-    raise UserError(f"{step + 1} images in a row could not be read; the last one: {bad[used]}. Are they still there?")
-
-
-def load(samples: Any, plan: Sequence[Any], workers: int) -> Iterator[Any]:
-    """What `samples.__getitems__` makes of each entry of the plan, in its order, made by worker processes."""
-    making = Workers(_Planned(samples, plan), workers)
-    try:
-        yield from making.results(torch.arange(len(plan)).split(1))
-    finally:
-        making.end()
-
-
-class _Planned(Dataset[Any]):
-    """Workers are asked for entries of a plan by their number: it holds more than numbers of images."""
-
-    def __init__(self, samples: Any, plan: Sequence[Any]) -> None:
-        self.samples = samples
-        self.plan = plan
-
-    def __getitems__(self, wanted: list[tuple[int, int]]) -> Any:
-        [(_, entry)] = wanted
-        try:
-            return self.samples.__getitems__(self.plan[entry])
-        except UserError as error:
-            return error  # as a value, because torch wraps what a worker raises in a page of traceback
 
 
 # Training.

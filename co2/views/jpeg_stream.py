@@ -25,16 +25,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from co2.data.decode import decode_image
 from co2.data.plain_jpeg import plain_jpeg_size
-from co2.data.source import ImageSource
-from co2.errors import UserError
-from co2.views.loader import Batch, ViewLoader, readable
+from co2.data.source import ImageSource, readable
+from co2.views.loader import Batch, ViewLoader
 from co2.views.parameters import ViewParameters, draw
 from co2.views.resident import views_of
 from co2.views.specification import Augmentation
@@ -116,13 +115,13 @@ class JpegViews(ViewLoader):
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @staticmethod
-    def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Dataset[Any]:
+    def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Callable[[Any], Any]:
         return _Reading(source)
 
     def epoch(self, number: int, first_batch: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from number `first_batch` on."""
         wholes, own = self._batches(number, first_batch)
-        files = self.workers.results([some for images in own for some in images.split(READ_AT_ONCE)], number)
+        files = self.workers.results([some.numpy() for images in own for some in images.split(READ_AT_ONCE)])
 
         def made() -> Iterator[_Made]:
             for whole, images in zip(wholes, own, strict=True):
@@ -210,7 +209,8 @@ class JpegViews(ViewLoader):
             if not picture.encoded:
                 image = picture.data.view(3, *picture.size)
             elif image is None or image.shape != (3, *picture.size):  # the CPU's decoder judges
-                index, image = readable(self._source, picture.used, bad)
+                index, instead = readable(self._source, self._source.image, picture.used, bad)
+                image = instead
             used.append(index)
             images.append(image.to(self._device))
         return used, images
@@ -243,45 +243,35 @@ class _Made(NamedTuple):
     ready: torch.cuda.Event | None  # when the device has made it
 
 
-class _Reading(Dataset[Any]):
+class _Reading:
     """What a worker does: reads files, and decodes those that are not plain JPEGs."""
 
     def __init__(self, source: ImageSource) -> None:
-        self.source = _EncodedOrPixels(source)
+        self.source = source
 
-    def __getitems__(self, wanted: list[tuple[int, int]]) -> _Files | UserError:
+    def __call__(self, wanted: np.ndarray) -> _Files:
         used: list[int] = []
         contents: list[Tensor] = []
         sizes: list[tuple[int, int]] = []
         encoded: list[bool] = []
         bad: dict[int, str] = {}
-        for _, index in wanted:
-            try:
-                one, (data, size) = cast(Any, readable(cast(ImageSource, self.source), index, bad))
-            except UserError as error:
-                return error  # as a value, because torch wraps what a worker raises in a page of traceback
+        for index in wanted.tolist():
+            one, (content, size, is_encoded) = readable(self.source, self._read, index, bad)
             used.append(one)
-            contents.append(data if size is None else torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            sizes.append(size or data.shape[-2:])
-            encoded.append(size is not None)
+            contents.append(content)
+            sizes.append(size)
+            encoded.append(is_encoded)
         flat = [one.flatten() for one in contents]
         return _Files(used, torch.cat(flat), [len(one) for one in flat], sizes, encoded, bad)
 
-
-class _EncodedOrPixels:
-    """A source for `readable`: an image is a plain JPEG's bytes and its size, or else its pixels, and None."""
-
-    def __init__(self, source: ImageSource) -> None:
-        self.source = source
-        self.describe = source.describe
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def image(self, index: int) -> tuple[bytes, tuple[int, int]] | tuple[Tensor, None]:
+    def _read(self, index: int) -> tuple[Tensor, tuple[int, int], bool]:
+        """A plain JPEG's bytes, or else the pixels of the image; its height and width; and whether it is the former."""
         data, _ = self.source.encoded(index)
         size = plain_jpeg_size(data)
-        return (decode_image(data), None) if size is None else (data, size)
+        if size is not None:
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8), size, True
+        image = decode_image(data)  # [3, H, W]
+        return image, (image.shape[1], image.shape[2]), False
 
 
 class _Ahead(Generic[Result]):

@@ -6,35 +6,25 @@ middle of an epoch change nothing about it. An image that cannot be read never s
 
 from __future__ import annotations
 
-import atexit
-import signal
-import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
-from torch.utils.data._utils import signal_handling
 
-from co2.data.source import BadImage, ImageSource
-from co2.errors import RunError, UserError
-from co2.machine import end_with_parent
+from co2.data.source import BadImage, ImageSource, readable
+from co2.data.workers import Workers, in_parts, results_of
+from co2.errors import UserError
 from co2.philox import Stream, permutation
 from co2.views.batched import LARGEST_SIZE, make_views
 from co2.views.parameters import draw
 from co2.views.specification import Augmentation
 from co2.views.transform import make_view, plain_view
 
-BAD_IN_A_ROW = 50  # so many unreadable images one after the other are no accident
-_WORKERS_TO_LOSE = 3  # and to replace without ado, in the life of a loader
 _BYTES_HELD = 64 << 20  # a batch of photographs can be gigabytes: only so much of it is decoded at a time
-
-
-class WorkerLost(RunError):  # noqa: N818 - it names what happened, in the user's words
-    """A process that prepares images was ended by the system."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +82,10 @@ class ViewLoader:
         self._seed = seed
         self._smallest = smallest
         self._share = share
-        self.workers = Workers(self._work(source, augmentation, views, seed), workers)
+        self.workers: Workers[Any, Any] = Workers(self._work(source, augmentation, views, seed), workers)
 
     @staticmethod
-    def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Dataset[Any]:
+    def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Callable[[Any], Any]:
         """What workers do."""
         return _AugmentedViews(source, augmentation, views, seed)
 
@@ -107,7 +97,9 @@ class ViewLoader:
     def epoch(self, number: int, first_batch: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from number `first_batch` on."""
         wholes, own = self._batches(number, first_batch)
-        for batch, whole in zip(self.workers.results(own, number), wholes, strict=True):
+        # As arrays, which travel to the workers in a message; tensors would each take a piece of shared memory.
+        made = self.workers.results([(number, images.numpy()) for images in own])
+        for batch, whole in zip(made, wholes, strict=True):
             yield replace(batch, total=len(whole))
 
     def _batches(self, epoch: int, first: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -124,7 +116,7 @@ def plain_batches(source: ImageSource, size: int, batch_size: int, workers: int)
     than the others; none is empty.
     """
     ready: Batch | None = None  # given out when the next one is there, so that it can report for empty ones after it
-    for batch in Workers(_PlainViews(source, size), workers).results(torch.arange(len(source)).split(batch_size)):
+    for batch in results_of(_PlainViews(source, size), in_parts(range(len(source)), batch_size), workers):
         if ready is None:
             ready = batch
         elif len(ready.indices) == 0 or len(batch.indices) == 0:
@@ -138,72 +130,15 @@ def plain_batches(source: ImageSource, size: int, batch_size: int, workers: int)
     yield ready
 
 
-class Workers:
-    """Processes that prepare images; where `count` is 0, this process does it itself.
-
-    They begin when results are first wanted, and serve whoever wants some, one after the other, until `end`.
-    """
-
-    def __init__(self, work: Dataset[Any], count: int) -> None:
-        """`work.__getitems__` makes one result of a list of (epoch, index)."""
-        self._batches = _BatchesOfAnEpoch()
-        self._loader: DataLoader[Any] = DataLoader(
-            work,
-            batch_sampler=self._batches,
-            num_workers=count,
-            collate_fn=_as_it_is,
-            worker_init_fn=_begin_worker,
-            persistent_workers=count > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
-        self.lost = 0
-        """How many the system has ended so far. A few are replaced; more than that are no accident."""
-        _all_workers.add(self)
-
-    def results(self, wanted: Sequence[Tensor], epoch: int = 0) -> Generator[Any, None, None]:
-        """What is made of each of these lists of images [b], in order."""
-        done = 0
-        while done < len(wanted):
-            self._batches.epoch = epoch
-            self._batches.batches = wanted[done:]
-            try:
-                for result in _checked(self._loader):
-                    yield result
-                    done += 1
-            except WorkerLost:
-                self.end()  # workers keep no state: new ones go on where these were
-                self.lost += 1
-                if self.lost > _WORKERS_TO_LOSE:
-                    raise
-
-    def end(self) -> None:
-        """End the processes. New ones begin when results are wanted again."""
-        iterator: Any = self._loader._iterator
-        if iterator is not None:
-            iterator._shutdown_workers()
-            self._loader._iterator = None
-
-
-class _BatchesOfAnEpoch(Sampler[list[tuple[int, int]]]):
-    """Tells workers what to do next: a list of (epoch, index). Set before each epoch; workers keep no state."""
-
-    epoch = 0
-    batches: Sequence[Tensor] = ()
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        epoch = self.epoch
-        return ([(epoch, index) for index in indices.tolist()] for indices in self.batches)
-
-
-class _AugmentedViews(Dataset[Any]):
+class _AugmentedViews:
     def __init__(self, source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> None:
         self.source = source
         self.augmentation = augmentation
         self.views = views
         self.seed = seed
 
-    def __getitems__(self, wanted: list[tuple[int, int]]) -> Batch | UserError:
-        epoch = wanted[0][0]
+    def __call__(self, entry: tuple[int, np.ndarray]) -> Batch:
+        epoch, wanted = entry
         size = self.augmentation.size
         views = torch.empty(self.views, len(wanted), 3, size, size, dtype=torch.uint8)
         indices: list[int] = []
@@ -212,11 +147,8 @@ class _AugmentedViews(Dataset[Any]):
         bytes_held = 0
 
         with _one_thread():
-            for _, index in wanted:
-                try:
-                    used, image = readable(self.source, index, bad)
-                except UserError as error:
-                    return error  # as a value, because torch wraps what a worker raises in a page of traceback
+            for index in wanted.tolist():
+                used, image = readable(self.source, self.source.image, index, bad)
                 indices.append(used)
                 held.append(image)
                 bytes_held += image.numel()
@@ -241,17 +173,17 @@ class _AugmentedViews(Dataset[Any]):
             made[view, image] = make_view(images[image], row, augmentation)
 
 
-class _PlainViews(Dataset[Any]):
+class _PlainViews:
     def __init__(self, source: ImageSource, size: int) -> None:
         self.source = source
         self.size = size
 
-    def __getitems__(self, wanted: list[tuple[int, int]]) -> Batch:
+    def __call__(self, wanted: range) -> Batch:
         views = torch.empty(1, len(wanted), 3, self.size, self.size, dtype=torch.uint8)
         indices: list[int] = []
         bad: list[tuple[int, str]] = []
         with _one_thread():
-            for _, index in wanted:
+            for index in wanted:
                 try:
                     image = self.source.image(index)
                 except BadImage as error:
@@ -260,28 +192,6 @@ class _PlainViews(Dataset[Any]):
                 views[0, len(indices)] = plain_view(image, self.size)
                 indices.append(index)
         return Batch(torch.tensor(indices, dtype=torch.int64), views[:, : len(indices)], bad, len(indices))
-
-
-def readable(source: ImageSource, index: int, bad: dict[int, str]) -> tuple[int, Tensor]:
-    """The image at `index`, or the next one that can be read: a function of `index`, whichever worker asks.
-
-    Writes down in `bad` what was passed over on the way.
-    """
-    for step in range(min(BAD_IN_A_ROW, len(source))):
-        used = (index + step) % len(source)
-        try:
-            return used, source.image(used)
-        except BadImage as error:
-            bad[used] = str(error)
-    raise too_many_in_a_row(source, step + 1, used, bad[used])
-
-
-def too_many_in_a_row(source: ImageSource, count: int, last: int, reason: str) -> RunError:
-    """To be raised when `count` images up to number `last` could not be read, that one for this reason."""
-    return RunError(
-        f"{count} images in a row could not be read, the last one being {source.describe(last)} ({reason}). "
-        "Is the folder with the images still there? A training run can be continued with --resume."
-    )
 
 
 @contextmanager
@@ -293,63 +203,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-# When a worker dies, torch raises an error in the main thread, wherever that is just then: in the middle of a step,
-# say. Without its signal handler the death is noticed where the next batch is waited for, a few seconds later.
-signal_handling._SIGCHLD_handler_set = True
-
-_all_workers: weakref.WeakSet[Workers] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_all_workers() -> None:
-    """Python ends with a SIGTERM for workers that are still there, and waits; but they do not listen to it."""
-    for workers in list(_all_workers):
-        workers.end()
-
-
-# Ctrl-C, and a launcher's SIGTERM, reach a run's workers too. The run finishes its step, for which it needs them.
-_NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM)
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Processes that are started in here take over that these signals wait. In this one they arrive afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _begin_worker(worker: int) -> None:
-    for number in _NOT_FOR_WORKERS:
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
-
-
-def _as_it_is(batch: Any) -> Any:  # by name, because a worker that is not forked cannot be sent a lambda
-    return batch
-
-
-def _checked(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What a loader gives; what went wrong in a worker is told in a plain sentence."""
-    try:
-        with _signals_held_back():  # from workers that are just beginning
-            results = iter(loader)
-        for result in results:
-            if isinstance(result, UserError):
-                # A new one: an error that is also a variable of the frame it remembers is only freed by the garbage
-                # collector, and with it the loader, whose workers then take seconds to end.
-                raise type(result)(str(result))
-            yield result
-    except (RuntimeError, ConnectionError, EOFError) as error:
-        # The connection to a worker breaks when it is ended in the middle of handing something over.
-        broken = loader.num_workers > 0 and isinstance(error, ConnectionError | EOFError)
-        if not broken and "DataLoader worker" not in str(error):
-            raise
-        raise WorkerLost(
-            f"A process that prepares images was ended by the system ({error}). Most often memory ran out, or "
-            "shared memory (/dev/shm) is too small: try fewer --workers, or 0."
-        ) from error

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from co2.data.source import BadImage, ImageSource
-from co2.errors import UserError
+from co2.data.source import BAD_IN_A_ROW, BadImage, ImageSource, too_many_in_a_row
+from co2.data.workers import Workers, in_parts
 from co2.philox import Stream, permutation
-from co2.views.loader import BAD_IN_A_ROW, Batch, ViewLoader, Workers, too_many_in_a_row
+from co2.views.loader import Batch, ViewLoader
 from co2.views.parameters import ViewParameters, draw
 from co2.views.specification import Augmentation
 from co2.views.transform import make_view
@@ -117,7 +116,7 @@ class ResidentViews(ViewLoader):
         self._used = self._used.to(device)  # [N]
 
     @staticmethod
-    def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Dataset[Any]:
+    def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Callable[[Any], Any]:
         return _WholeImages(source)
 
     def epoch(self, number: int, first_batch: int = 0) -> Iterator[Batch]:
@@ -171,7 +170,11 @@ class ResidentViews(ViewLoader):
 
 
 def _load_images(
-    source: ImageSource, workers: Workers, device: torch.device, most_bytes: int | None, progress: Progress | None
+    source: ImageSource,
+    workers: Workers[range, _Pack],
+    device: torch.device,
+    most_bytes: int | None,
+    progress: Progress | None,
 ) -> ImagesOnDevice:
     """All images of a source on the device, read by these workers, who end with it."""
     stacked = source.stacked()
@@ -182,8 +185,7 @@ def _load_images(
     bad: dict[int, str] = {}
     done = 0
     try:
-        pack: _Pack
-        for pack in workers.results(torch.arange(len(source)).split(_READ_AT_ONCE)):
+        for pack in workers.results(in_parts(range(len(source)), _READ_AT_ONCE)):
             sizes[done : done + len(pack.sizes)] = pack.sizes
             done += len(pack.sizes)
             bad |= pack.bad
@@ -251,22 +253,20 @@ class _Pack(NamedTuple):
     bad: dict[int, str]
 
 
-class _WholeImages(Dataset[Any]):
+class _WholeImages:
     def __init__(self, source: ImageSource) -> None:
         self.source = source
 
-    def __getitems__(self, wanted: list[tuple[int, int]]) -> _Pack | UserError:
+    def __call__(self, wanted: range) -> _Pack:
         pixels = [torch.empty(0, dtype=torch.uint8)]
         sizes = torch.zeros(len(wanted), 2, dtype=torch.int64)
         bad: dict[int, str] = {}
-        for place, (_, index) in enumerate(wanted):
+        for place, index in enumerate(wanted):
             try:
                 image = self.source.image(index)  # [3, H, W]
             except BadImage as error:
                 bad[index] = str(error)
                 continue
-            except UserError as error:
-                return error  # as a value, because torch wraps what a worker raises in a page of traceback
             pixels.append(image.flatten())
             sizes[place] = torch.tensor(image.shape[-2:])
         return _Pack(torch.cat(pixels), sizes, bad)

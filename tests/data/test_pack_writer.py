@@ -445,6 +445,23 @@ def test_a_worker_that_is_ended_by_the_system_is_told_plainly(tmp_path: Path, mo
     assert write_pack(tmp_path / "in", tmp_path / "out", workers=1).images == {"train": 4}
 
 
+def test_a_worker_that_is_ended_once_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures(tmp_path / "in", 40)
+    write_pack(tmp_path / "in", tmp_path / "undisturbed", workers=0)
+    pack = pack_writer._Recipe.pack
+
+    def once_fatal(recipe: pack_writer._Recipe, data: bytes) -> pack_writer._Image:
+        if not (tmp_path / "it happened").exists():
+            (tmp_path / "it happened").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pack(recipe, data)
+
+    monkeypatch.setattr(pack_writer._Recipe, "pack", once_fatal)
+    write_pack(tmp_path / "in", tmp_path / "out", workers=2)
+    assert (tmp_path / "it happened").exists()
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
 # What is in the way.
 
 

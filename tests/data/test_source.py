@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from co2.data.shapes import ShapesSource
-from co2.data.source import ArraySource
+from co2.data.source import BAD_IN_A_ROW, ArraySource, BadImage, readable
+from co2.errors import RunError
 
 
 def numbered(count: int) -> ArraySource:
@@ -65,3 +67,29 @@ def test_some_images_are_spread_evenly_over_all():
     assert [int(image[0, 0, 0]) for image in map(source.spread(4).image, range(4))] == [0, 2, 5, 7]
     for everything in (0, 10, 11):
         assert source.spread(everything) is source
+
+
+def reader(good: set[int]) -> Callable[[int], str]:
+    def read(index: int) -> str:
+        if index not in good:
+            raise BadImage(f"number {index} is torn")
+        return f"image {index}"
+
+    return read
+
+
+def test_an_unreadable_image_is_replaced_by_the_next_one() -> None:
+    bad: dict[int, str] = {}
+    assert readable(numbered(6), reader({0, 1, 4}), 2, bad) == (4, "image 4")
+    assert readable(numbered(6), reader({0, 1, 4}), 5, bad) == (0, "image 0")  # after the last comes the first
+    assert bad == {2: "number 2 is torn", 3: "number 3 is torn", 5: "number 5 is torn"}
+
+
+def test_too_many_unreadable_images_in_a_row_are_no_accident() -> None:
+    bad = {199: "long ago"}
+    assert readable(numbered(200), reader({BAD_IN_A_ROW - 1}), 0, bad)[0] == BAD_IN_A_ROW - 1
+    last = BAD_IN_A_ROW + 9
+    with pytest.raises(RunError, match=rf"^{BAD_IN_A_ROW} images.*numbers image {last} \(number {last} is torn\)"):
+        readable(numbered(200), reader({last + 1}), 10, bad)
+    with pytest.raises(RunError, match=r"^3 images in a row"):
+        readable(numbered(3), reader(set()), 2, bad)  # each is tried once

@@ -11,12 +11,13 @@ from torch import nn
 from co2 import recipes
 from co2.data.shapes import write_shapes
 from co2.data.voc import read_detection
+from co2.data.workers import results_of
 from co2.engine.pretrain import pretrain
 from co2.errors import RunError, UserError
 from co2.evaluation import detection
 from co2.evaluation.detection import PAPER, QUICK, Detector, RegionFeatures, evaluate, mirrored, resized
 from co2.evaluation.progress import Progress
-from co2.evaluation.spatial import fit, load, padding_colour, parameter_groups, stepped_rate, take_statistics
+from co2.evaluation.spatial import fit, padding_colour, parameter_groups, stepped_rate, take_statistics
 from co2.evaluation.subject import open_subject
 
 SMALL = dataclasses.replace(
@@ -275,7 +276,7 @@ def test_batches_do_not_depend_on_who_makes_them(shapes):
     (data,) = read_detection(shapes, "train2012")
     samples = detection._TrainingSamples(data, SMALL, seed=1, mean=(0.5, 0.5, 0.5))
     plan = detection.shape_grouped_batches(data.sizes, 4, 8, seed=1)
-    alone, together = list(load(samples, plan, workers=0)), list(load(samples, plan, workers=2))
+    alone, together = list(results_of(samples, plan, workers=0)), list(results_of(samples, plan, workers=2))
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one.images, other.images)
         assert one.sizes == other.sizes
@@ -380,7 +381,7 @@ def test_unreadable_images_are_named_and_left_out(own_shapes):
     samples = detection._TrainingSamples(
         data, dataclasses.replace(SMALL, train_sizes=(64,), flip_probability=0), 0, (0,) * 3
     )
-    batch = samples.__getitems__([(0, 0, 3)])
+    batch = samples([(0, 0, 3)])
     assert batch.indices == [4]
     assert batch.objects.boxes[0].tolist() == data.objects[4].boxes.tolist()
 

@@ -9,6 +9,7 @@ from PIL import Image
 from torch import nn
 
 from co2.data.voc import NOT_JUDGED, read_segmentation
+from co2.data.workers import results_of
 from co2.errors import UserError
 from co2.evaluation import segmentation
 from co2.evaluation.progress import Progress
@@ -22,7 +23,7 @@ from co2.evaluation.segmentation import (
     scores_at,
     whole_batches,
 )
-from co2.evaluation.spatial import load, stepped_rate
+from co2.evaluation.spatial import stepped_rate
 from co2.evaluation.subject import open_subject
 from co2.measures.segments import ConfusionMatrix
 
@@ -143,7 +144,7 @@ def test_padding_is_not_judged_and_batches_do_not_depend_on_who_makes_them(shape
     settings = dataclasses.replace(SMALL, scales=(0.5, 0.5))
     samples = segmentation._CropSamples(data, settings, seed=1, mean=(0.2, 0.4, 0.6))
     plan = whole_batches(len(data.images), 4, 1, seed=1)[:3]
-    alone, together = list(load(samples, plan, workers=0)), list(load(samples, plan, workers=2))
+    alone, together = list(results_of(samples, plan, workers=0)), list(results_of(samples, plan, workers=2))
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one.images, other.images)
         assert torch.equal(one.masks, other.masks)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from co2.data import workers as workers_module
 from co2.data.source import BadImage, ImageSource
 from co2.errors import UserError
 from co2.philox import Stream, permutation
@@ -186,14 +187,14 @@ def test_shares_of_a_batch_make_up_the_batch(workers):
 
 
 def test_workers_leave_signals_to_the_run_from_their_first_moment_on(monkeypatch):
-    begin = loader_module._begin_worker
+    begin = workers_module._begin_worker
 
     def signalled_before_it_begins(worker):
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
         begin(worker)
 
-    monkeypatch.setattr(loader_module, "_begin_worker", signalled_before_it_begins)
+    monkeypatch.setattr(workers_module, "_begin_worker", signalled_before_it_begins)
     views = loader(Pictures(64), workers=2)
     assert len(list(views.epoch(0))) == 8
     assert views.workers.lost == 0
@@ -282,3 +283,14 @@ def test_no_plain_batch_is_empty_and_no_bad_image_is_forgotten(bad):
 def test_plain_batches_of_nothing_readable():
     with pytest.raises(UserError, match="None of the 5 images could be read"):
         list(plain_batches(Pictures(5, bad=range(5)), 16, 2, workers=0))
+
+
+class Mistaken(Pictures):
+    def image(self, index):
+        raise UserError("Install the missing package.")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_users_mistake_is_told_as_it_is(workers):
+    assert what_is_told(loader(Mistaken(20), workers).epoch(0)) == "Install the missing package."
+    assert what_is_told(plain_batches(Mistaken(20), 16, 8, workers)) == "Install the missing package."

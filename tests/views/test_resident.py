@@ -13,9 +13,9 @@ from inputs import AUGMENTATION, CPU, assert_nearly_the_same_batches, assert_sam
 
 from co2.data.open import open_data
 from co2.data.source import ArraySource, BadImage, ImageSource
+from co2.data.workers import WorkerLost
 from co2.errors import RunError, UserError
 from co2.views import resident
-from co2.views.loader import WorkerLost
 from co2.views.resident import DoesNotFit, ResidentViews
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))

@@ -1,0 +1,67 @@
+"""Processes that prepare something: what they make comes in order, whatever happens to them."""
+
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+
+from co2.data.workers import in_parts, results_of
+from co2.errors import RunError
+
+
+class Doubled:
+    """Twice each number of an entry; some of them are told to go wrong."""
+
+    def __init__(self, folder, *, fatal=(), refused=()):
+        self.folder = folder
+        self.fatal = fatal
+        self.refused = refused
+
+    def __call__(self, wanted):
+        for number in wanted:
+            if number in self.refused:
+                raise RunError(f"no {number}")
+            if number in self.fatal and not (self.folder / str(number)).exists():
+                (self.folder / str(number)).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return 2 * torch.tensor(wanted)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_results_come_in_the_order_of_the_entries(tmp_path, workers):
+    plan = [[3, 1], range(4, 7), [0]]
+    assert [made.tolist() for made in results_of(Doubled(tmp_path), plan, workers)] == [[6, 2], [8, 10, 12], [0]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_mistake_is_told_as_what_it_is(tmp_path, workers):
+    with pytest.raises(RunError, match=r"^no 2$"):  # not wrapped in a page of traceback
+        list(results_of(Doubled(tmp_path, refused=[2]), [[1], [2]], workers))
+
+
+def test_a_lost_process_is_replaced_and_nothing_is_missing(tmp_path):
+    plan = [[number] for number in range(12)]
+    assert [made.item() for made in results_of(Doubled(tmp_path, fatal=[5]), plan, 2)] == list(range(0, 24, 2))
+    assert (tmp_path / "5").exists()
+
+
+def test_processes_end_with_the_last_entry_or_with_the_wish_for_more(tmp_path):
+    before = set(multiprocessing.active_children())
+    plan = [[number] for number in range(12)]
+    made = results_of(Doubled(tmp_path), plan, 2)
+    next(made)
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    made.close()
+    assert set(multiprocessing.active_children()) <= before
+    list(results_of(Doubled(tmp_path), plan, 2))
+    assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.parametrize(("numbers", "size"), [(range(3, 17), 5), (range(8), 4), (range(2), 9), (range(0), 3)])
+def test_parts_are_all_the_numbers_in_order(numbers, size):
+    parts = in_parts(numbers, size)
+    assert [number for part in parts for number in part] == list(numbers)
+    assert all(len(part) == size for part in parts[:-1])
+    assert all(1 <= len(part) <= size for part in parts)
