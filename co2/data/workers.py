@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import copy
+import multiprocessing
 import signal
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -43,6 +45,7 @@ class Workers(Generic[Entry, Result]):
             num_workers=count,
             collate_fn=_as_it_is,
             worker_init_fn=_begin_worker,
+            multiprocessing_context=_context() if count > 0 else None,
             persistent_workers=count > 0,
             pin_memory=for_gpu and torch.cuda.is_available(),
         )
@@ -90,6 +93,30 @@ def results_of(
 def in_parts(numbers: range, size: int) -> list[range]:
     """The numbers, so many to an entry; the last one may have fewer."""
     return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+
+
+class _Flag:
+    """What torch needs of multiprocessing's Event, by which it tells workers to end, but without a lock.
+
+    Every worker looks at it before each entry. One that is killed while it holds the Event's lock keeps it for ever,
+    and whoever looks next waits as long: a run would stand still instead of replacing the worker.
+    """
+
+    def __init__(self) -> None:
+        self._raised = multiprocessing.RawValue("b", 0)
+
+    def set(self) -> None:
+        self._raised.value = 1
+
+    def is_set(self) -> bool:
+        return bool(self._raised.value)
+
+
+def _context() -> Any:
+    """How processes are started: as usual, but for the flag."""
+    context: Any = copy.copy(multiprocessing.get_context())
+    context.Event = _Flag
+    return context
 
 
 class _Wanted(Sampler[Entry]):

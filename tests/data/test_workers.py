@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -65,3 +66,32 @@ def test_parts_are_all_the_numbers_in_order(numbers, size):
     assert [number for part in parts for number in part] == list(numbers)
     assert all(len(part) == size for part in parts[:-1])
     assert all(1 <= len(part) <= size for part in parts)
+
+
+def dies_with_a_lock_in_its_hands(entry):
+    """On entry 5, once: takes the lock of whatever torch's workers look at before each entry, and is killed."""
+    number, folder = entry
+    if number == 5 and not (folder / "it happened").exists():
+        (folder / "it happened").touch()
+        frame = sys._getframe()
+        while "done_event" not in frame.f_locals:
+            frame = frame.f_back
+        lock = getattr(frame.f_locals["done_event"], "_cond", None)
+        if lock is not None:
+            lock.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def test_a_worker_that_is_killed_with_a_lock_in_its_hands_is_replaced(tmp_path):
+    def body():
+        made = list(results_of(dies_with_a_lock_in_its_hands, [(number, tmp_path) for number in range(12)], 2))
+        os._exit(0 if made == list(range(12)) else 1)
+
+    process = multiprocessing.get_context("fork").Process(target=body)  # so that nobody waits for it for ever
+    process.start()
+    process.join(timeout=60)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
+    assert (tmp_path / "it happened").exists()
