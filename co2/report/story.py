@@ -111,7 +111,7 @@ def findings(runs: Sequence[RunRecord]) -> list[str]:
             f"without: {_points(before, after)}."
         )
         if after < before:
-            sentence += " The paper saw the same direction on ImageNet, from 97.57% to 95.26%."
+            sentence += " The paper saw the same direction on ImageNet-100, from 97.57% to 95.26%."
         sentences.append(sentence)
     before, after = pair.without.latest("effective_rank"), pair.with_term.latest("effective_rank")
     if before is not None and after is not None:
