@@ -487,8 +487,9 @@ def test_pre_training_helps_to_find_and_name_shapes(tmp_path):
 
 @pytest.mark.gpu
 def test_the_detector_finds_shapes_on_a_gpu(shapes):
+    # No two runs on a GPU are the same, and over seeds (on a CPU) AP50 lies between 36 and 76; untrained it is below 1.
     result = evaluate(narrow_subject(), shapes, SMALL, device="cuda", workers=2)
-    assert result.numbers["AP50"] > 40
+    assert result.numbers["AP50"] > 15
 
 
 @pytest.mark.gpu
