@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,20 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from co2.study.curves import band
 from co2.study.grids import Variant
+from co2.study.settings import changed
 from co2.study.tables import INSTANCE_ACCURACY, KNN, LINEAR, Measure, Results, measures_of, spread
 
 # The colours of the report's light page, in its order.
 COLOURS = ("#b8560b", "#1f5fc4", "#0b7a5e", "#a0327d", "#7a6100", "#5b4bb3")
 INK, MUTED, GRID = "#1d2430", "#5d6775", "#dde1e7"
+_LENGTHS_BELOW = 3  # from the best to the median, below it
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
     """The figure of a study as STUDY.svg and STUDY.png; nothing as long as there is nothing to see."""
-    panels = {"alpha": _over_setting, "tau": _over_setting, "curves": _curves}.get(results.study, _dots)
+    panels = {"alpha": _over_setting, "tau": _over_setting, "alpha-tau": _over_setting, "curves": _curves}.get(
+        results.study, _dots
+    )
     style: dict[Any, Any] = {
         "font.size": 10,
         "svg.fonttype": "none",
@@ -52,7 +57,7 @@ def _furnish(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-# Accuracy over alpha or tau (the paper's figure on hyper-parameters).
+# Accuracy over alpha or tau (the paper's figure on hyper-parameters), or over alpha with a line for each tau.
 
 
 def _over_setting(results: Results) -> Figure | None:
@@ -62,37 +67,92 @@ def _over_setting(results: Results) -> Figure | None:
         return None
     figure = Figure(figsize=(9.0, 3.4), layout="constrained")
     axes_row = figure.subplots(1, len(measures))
+    lines = _lines(results, placed)
     for axes, measure in zip(axes_row, measures, strict=True):
-        _one_setting(axes, results, measure, placed)
+        _furnish(axes)
+        floor = _floor(results, measure)
+        for number, (label, variants) in enumerate(lines.items()):
+            _one_line(axes, results, measure, variants, COLOURS[1 + number % (len(COLOURS) - 1)], label, floor)
+        _baseline_line(axes, results, measure, placed[0].baseline)
+        _scale(axes, results, placed)
+        axes.set_ylabel(measure.heading)
+    axes_row[1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
-def _one_setting(axes: Axes, results: Results, measure: Measure, placed: Sequence[Variant]) -> None:
-    _furnish(axes)
-    places, means, deviations = [], [], []
+def _lines(results: Results, placed: Sequence[Variant]) -> dict[str, list[Variant]]:
+    """What belongs on one line, by what the line is called."""
+    if results.study != "alpha-tau":
+        return {"MoCo + CO2" if results.base.negatives.source == "queue" else "with CO2": list(placed)}
+    found: dict[str, list[Variant]] = {}
     for variant in placed:
+        tau = changed(results.base, variant.changes).objective.tau_consistency
+        found.setdefault(f"τ_con = {tau:g}", []).append(variant)
+    return {
+        label: variants
+        for label, variants in found.items()
+        if any(results.values(variant.name, LINEAR) for variant in variants)
+    }
+
+
+def _floor(results: Results, measure: Measure) -> float:
+    """Below this the axis ends: a setting that learns nothing would press all others together at the top."""
+    means = [found.mean for v in results.variants if (found := spread(list(results.values(v.name, measure).values())))]
+    usual, best = statistics.median(means), max(means)
+    return usual - _LENGTHS_BELOW * max(best - usual, 1.0)
+
+
+def _one_line(
+    axes: Axes,
+    results: Results,
+    measure: Measure,
+    variants: Sequence[Variant],
+    colour: str,
+    label: str,
+    floor: float,
+) -> None:
+    places, means, deviations = [], [], []
+    for variant in variants:
         values = list(results.values(variant.name, measure).values())
         found = spread(values)
         if found is None:
             continue
         assert variant.place is not None
-        axes.plot([variant.place] * len(values), values, "o", color=COLOURS[1], alpha=0.35, markersize=3.5, linewidth=0)
         places.append(variant.place)
-        means.append(found.mean)
+        means.append(max(found.mean, floor))
+        if found.mean < floor:
+            deviations.append(0.0)
+            axes.plot([variant.place], [floor], "v", color=colour, markersize=8)
+            axes.annotate(
+                f"{found.mean:.1f}",
+                (variant.place, floor),
+                xytext=(5, 3),
+                textcoords="offset points",
+                color=colour,
+                fontsize=9,
+            )
+            continue
         deviations.append(found.deviation or 0.0)
-    axes.errorbar(places, means, deviations, color=COLOURS[1], linewidth=2, marker="o", markersize=5, capsize=3)
-    _baseline_line(axes, results, measure, placed[0].baseline)
+        axes.plot([variant.place] * len(values), values, "o", color=colour, alpha=0.35, markersize=3.5, linewidth=0)
+    axes.errorbar(
+        places, means, deviations, color=colour, linewidth=2, marker="o", markersize=5, capsize=3, label=label
+    )
+
+
+def _scale(axes: Axes, results: Results, placed: Sequence[Variant]) -> None:
     axes.set_xscale("log")
-    marks = [variant.place for variant in placed if variant.place is not None]
+    marks = sorted({variant.place for variant in placed if variant.place is not None})
     axes.xaxis.set_major_locator(FixedLocator(marks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     objective = results.base.objective
-    if results.study == "alpha":
-        axes.set_xlabel(f"α (log scale), at τ_con = {objective.tau_consistency:g}")
-    else:
-        axes.set_xlabel(f"τ_con (log scale), at α = {objective.alpha:g}")
-    axes.set_ylabel(measure.heading)
+    axes.set_xlabel(
+        {
+            "alpha": f"α (log scale), at τ_con = {objective.tau_consistency:g}",
+            "tau": f"τ_con (log scale), at α = {objective.alpha:g}",
+            "alpha-tau": "α (log scale)",
+        }[results.study]
+    )
 
 
 def _baseline_line(axes: Axes, results: Results, measure: Measure, baseline: str) -> None:
@@ -100,20 +160,10 @@ def _baseline_line(axes: Axes, results: Results, measure: Measure, baseline: str
     if found is None:
         return
     label = next(variant.label for variant in results.variants if variant.name == baseline)
-    axes.axhline(found.mean, color=COLOURS[0], linewidth=1.6, linestyle=(0, (5, 3)))
+    axes.axhline(found.mean, color=COLOURS[0], linewidth=1.6, linestyle=(0, (5, 3)), label=label)
     if found.deviation:
         low, high = found.mean - found.deviation, found.mean + found.deviation
         axes.axhspan(low, high, color=COLOURS[0], alpha=0.12, linewidth=0)
-    axes.annotate(
-        label,
-        (1.0, found.mean),
-        xycoords=("axes fraction", "data"),
-        xytext=(-3, 4),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        color=COLOURS[0],
-    )
 
 
 # Curves over training (the paper's figure on training curves).

@@ -191,6 +191,21 @@ def tau(wanted: Wanted) -> list[Variant]:
     ]
 
 
+def alpha_tau(wanted: Wanted) -> list[Variant]:
+    """Both together, each weight with each temperature: how strong the term is depends on both, and so does the best
+    value of either on the other."""
+    _with_consistency(wanted)
+    baseline = _variant(wanted, {"objective.alpha": 0.0}, place=0.0)
+    own = wanted.base.objective
+    variants = [baseline]
+    for temperature in sorted({*wanted.taus, own.tau_consistency}):
+        for weight in sorted({*wanted.alphas, own.alpha} - {0.0}):
+            changes = {"objective.alpha": float(weight), "objective.tau_consistency": float(temperature)}
+            is_base = (weight, temperature) == (own.alpha, own.tau_consistency)
+            variants.append(_variant(wanted, changes, baseline=baseline.name, place=float(weight), published=is_base))
+    return variants
+
+
 def pair(wanted: Wanted) -> list[Variant]:
     """The baseline and CO2, and nothing else."""
     _with_consistency(wanted)
@@ -243,6 +258,7 @@ STUDIES: dict[str, Study] = {
     "claim": Study("the baseline, with CO2, with label smoothing; the paper's alpha and tau; symmetric losses", claim),
     "alpha": Study("the weight of the consistency term, from 0 to 10", alpha),
     "tau": Study("the temperature of the consistency term", tau),
+    "alpha-tau": Study("both together: each weight with each temperature", alpha_tau),
     "curves": Study("both losses and instance accuracy during training, with and without CO2", pair),
     "mechanisms": Study("CO2 on a queue, on in-batch negatives and on a memory bank", mechanisms),
     "transfer": Study("VOC classification, detection and segmentation, with and without CO2", pair, TRANSFER),

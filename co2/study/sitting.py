@@ -14,10 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from co2.checkpoint import BACKBONE, CONFIG
 from co2.config import Experiment, differences
@@ -29,6 +31,7 @@ from co2.study.cell import Job
 from co2.study.grids import cost_of
 from co2.study.plan import CELLS, FAILED, Cell, Plan
 from co2.study.records import mismatches, missing_protocols, read_record, record_path, write_failure
+from co2.study.sharing import shared_gpu
 
 COMMAND = (sys.executable, "-m", "co2.cli", "study", "cell")
 _STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT)
@@ -196,6 +199,7 @@ class _Sitting:
         self.commands = commands
         self.outcome = outcome
         self.running: list[_Process] = []
+        self.shared: Mapping[str, str] = {}  # what processes need to know to share a GPU
         self.cost_done = 0.0  # by processes of this sitting that have ended
         self.seconds_spent = 0.0  # by the same
         minutes = circumstances.minutes
@@ -208,7 +212,7 @@ class _Sitting:
 
     def work(self) -> None:
         """Start, watch and stop processes until nothing is left to do."""
-        with stop_requests() as requested, self._display() as show:
+        with stop_requests() as requested, self._sharing() as self.shared, self._display() as show:
             try:
                 while self.running or (self.waiting and self._may_start(requested)):
                     while self.waiting and len(self.running) < self.circumstances.jobs and self._may_start(requested):
@@ -225,6 +229,13 @@ class _Sitting:
         self.outcome.signal_number = requested[0] if requested else 0
         if time.monotonic() > self.start_until and self.outcome.left:
             print("The time is up. The same command goes on from here.", flush=True)
+
+    def _sharing(self) -> AbstractContextManager[Mapping[str, str]]:
+        at_once = min(self.circumstances.jobs, len(self.waiting))
+        on_a_gpu = self.circumstances.device.startswith("cuda") or (
+            self.circumstances.device == "auto" and torch.cuda.is_available()
+        )
+        return shared_gpu(at_once) if on_a_gpu and at_once > 1 else nullcontext({})
 
     def _may_start(self, requested: Sequence[int]) -> bool:
         return not requested and time.monotonic() < self.start_until
@@ -265,7 +276,7 @@ class _Sitting:
                 stdin=subprocess.PIPE,  # closed by the system when this process ends, in whatever way
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(circumstances.jobs),
+                env={**_environment(circumstances.jobs), **self.shared},
                 start_new_session=True,  # Ctrl-C is ours to pass on
             )
         share = _share_done(run, cell)

@@ -71,6 +71,15 @@ def test_the_bases_own_alpha_and_tau_are_always_among_the_points():
     assert 0.06 in [variant.place for variant in plan.grids["tau"].variants]
 
 
+def test_both_together_are_each_alpha_with_each_tau():
+    own = ("objective.alpha=1", "objective.tau_consistency=0.04")
+    plan = plan_of("alpha-tau", "alpha", set=own, alphas=(0.0, 1.0, 3.0), taus=(0.04, 0.1))
+    values = objective(plan, "alpha-tau")
+    assert [value[:2] for value in values.values()] == [(0, 0.04), (1, 0.04), (3, 0.04), (1, 0.1), (3, 0.1)]
+    assert {variant.baseline for variant in plan.grids["alpha-tau"].variants[1:]} == {"moco"}
+    assert set(objective(plan, "alpha")) < set(values)  # cells are shared
+
+
 def test_mechanisms_are_the_recipes():
     plan = plan_of("mechanisms", epochs=7)
     for variant, recipe in zip(

@@ -331,3 +331,27 @@ def test_the_baseline_is_a_line_at_its_mean(planned, write_cell):
     (curve,) = [container[0] for container in axes.containers]
     np.testing.assert_allclose(np.asarray(curve.get_xdata(), dtype=float), [0.1, 0.3, 1, 3, 10])
     np.testing.assert_allclose(np.asarray(curve.get_ydata(), dtype=float), [60.6, 60.8, 61.5, 63.5, 70.5])
+
+
+def test_both_settings_together_are_a_line_for_each_tau(planned, write_cell):
+    folder, plan = planned("alpha-tau", seeds=(0,))
+    variants = plan.grids["alpha-tau"].variants
+    for place, variant in enumerate(variants[:-1]):  # the last point of the last line is still missing
+        write_cell(folder, plan, "alpha-tau", variant.name, 0, {"knn.top1": 50.0, "linear.top1": 60.0 + place})
+    axes = figures._over_setting(gather(folder, plan, "alpha-tau")).axes[0]
+    curves = {container.get_label(): container[0] for container in axes.containers}
+    assert list(curves) == ["τ_con = 0.02", "τ_con = 0.04", "τ_con = 0.07", "τ_con = 0.1", "τ_con = 0.2"]
+    assert list(curves["τ_con = 0.04"].get_ydata()) == [66, 67, 68, 69, 70]
+    assert list(curves["τ_con = 0.2"].get_xdata()) == [0.1, 0.3, 1, 3]
+    assert len({curve.get_color() for curve in curves.values()}) == 5
+
+
+def test_a_setting_that_learns_nothing_does_not_press_the_others_together(planned, write_cell):
+    folder, plan = planned("alpha", seeds=(0,))
+    for variant, linear in zip(plan.grids["alpha"].variants, (60.0, 61.0, 62.0, 63.0, 62.0, 10.0), strict=True):
+        write_cell(folder, plan, "alpha", variant.name, 0, {"knn.top1": 50.0, "linear.top1": linear})
+    axes = figures._over_setting(gather(folder, plan, "alpha")).axes[0]
+    assert axes.get_ylim()[0] > 55
+    (curve,) = [container[0] for container in axes.containers]
+    assert list(curve.get_ydata())[:4] == [61, 62, 63, 62]
+    assert "10.0" in [text.get_text() for text in axes.texts]  # said where the arrow is
