@@ -11,9 +11,9 @@ from co2.data.balance import balanced_subset
 from co2.data.decode import EXTENSIONS
 from co2.data.digits import digits_splits
 from co2.data.folder import FileSource, find_images, folder_source, list_source
-from co2.data.packed import is_pack, open_pack
+from co2.data.packed import PackedSource, is_pack, open_pack, open_pack_splits
 from co2.data.shapes import ShapesSource
-from co2.data.shards import find_shards, open_shards
+from co2.data.shards import ShardSource, find_shards, open_shard_splits, open_shards
 from co2.data.source import HELD_OUT, BadImage, ImageSource
 from co2.data.torchvision_layouts import find_layout, open_layout
 from co2.errors import UserError, did_you_mean
@@ -83,10 +83,14 @@ def open_splits(specification: str) -> dict[str, ImageSource]:
     those of train) and test. The classes of each are those of the one with the most, or the first of them.
     """
     data = open_data(specification)
+    path = os.path.expanduser(specification)
+    if isinstance(data.train, PackedSource):
+        return {**open_pack_splits(specification, path)}
+    if isinstance(data.train, ShardSource):
+        return {**open_shard_splits(specification, find_shards(path) or [])}
     splits: dict[str, ImageSource] = {"train": data.train}
     if data.bank is not None and data.bank is not data.train:
         splits["bank"] = data.bank
-    path = os.path.expanduser(specification)
     if not isinstance(data.train, FileSource) or data.train.root != os.fsencode(os.path.join(path, "train")):
         return splits if data.test is None else {**splits, "test": data.test}
     classes = data.train.classes

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from co2.data.open import DataSplits, open_data
+from co2.data.open import open_splits
 from co2.data.shard_storage import index_of
 from co2.data.shards import CLASSES_FILE
-from co2.data.source import BadImage, ImageSource, in_words, printable
+from co2.data.source import HELD_OUT, BadImage, ImageSource, in_words, printable
 from co2.errors import UserError
 
 MANIFEST = "shards.json"
@@ -23,7 +23,8 @@ SIZE_MIB = 512
 Progress = Callable[[int, int], None]
 """Called with how many images are done, and of how many."""
 _UNFINISHED = ".writing"
-_OURS = re.compile(rf"((train|test)-\d{{6}}\.tar|{re.escape(MANIFEST)}|{re.escape(CLASSES_FILE)})(\.writing)?")
+_SHARD = rf"({'|'.join(('train', *HELD_OUT))})-\d{{6}}\.tar"
+_OURS = re.compile(rf"({_SHARD}|{re.escape(MANIFEST)}|{re.escape(CLASSES_FILE)})(\.writing)?")
 _BLOCK = 512
 _ANOTHER_NAME = {".jpeg": ".jpg", ".jfif": ".jpg", ".tiff": ".tif"}  # by which more programs know them
 
@@ -46,7 +47,8 @@ def write_shards(
     count: int | None = None,
     progress: Progress | None = None,
 ) -> Written:
-    """Write train-000000.tar, ... and test-000000.tar, ... with the images of `source`, whatever `open_data` opens.
+    """Write train-000000.tar, ... with the images of `source`, whatever `open_data` opens; and val-000000.tar, ... or
+    test-000000.tar, ... with those that it holds out.
 
     Images that are files are copied as they are, good or bad, and others written as PNG. KEY.cls beside KEY.jpg holds
     the class number, and classes.json the names. A shard appears when it is whole. If the program is interrupted, run
@@ -62,8 +64,8 @@ def write_shards(
     if not size_mib > 0 or (count is not None and count < 1):
         raise UserError("A shard needs room for an image: give a --size-mib above 0, or a --count of at least 1.")
     source, destination = os.fspath(source), os.fspath(destination)
-    data = open_data(source)
-    splits = _labelled_splits(data)
+    splits = open_splits(source)
+    splits.pop("bank", None)  # shards are of what is trained on, and of what is held out
     _claim(destination, source, splits, size_mib, count)
     limit = _Limit(int(size_mib * 2**20), count)
     total = sum(len(images) for images in splits.values())
@@ -188,13 +190,6 @@ def _appearing_when_whole(path: str) -> Iterator[tarfile.TarFile]:
         with suppress(OSError):
             os.remove(unfinished)
         raise
-
-
-def _labelled_splits(data: DataSplits) -> dict[str, ImageSource]:
-    splits = {"train": data.train}
-    if data.test is not None:
-        splits["test"] = data.test
-    return splits
 
 
 def _claim(destination: str, source: str, splits: dict[str, ImageSource], size_mib: float, count: int | None) -> None:

@@ -123,15 +123,10 @@ def find_shards(path: str) -> list[str] | None:
 
 
 def open_shards(name: str, shards: Sequence[str]) -> Parts:
-    """Training and held-out images, told apart by the words 'train', 'val' and 'test' in the shards' names."""
-    by_split: dict[str, list[str]] = {}
-    for path in shards:
-        by_split.setdefault(_split_of(path), []).append(path)
+    """What is trained on, and the first of the held-out splits."""
+    by_split = _by_split(shards)
     held_out = next((split for split in HELD_OUT if split in by_split), None)
-    training = by_split.get("train", by_split.get(""))
-    if training is None:  # nothing but 'test-000000.tar': then that is what the user wants to train on
-        training, held_out = list(shards), None
-    train = ShardSource(name, training)
+    train = ShardSource(name, by_split["train"])
     test = ShardSource(name, by_split[held_out]) if held_out is not None else None
     _name_classes([source for source in (train, test) if source is not None], os.path.dirname(shards[0]))
 
@@ -141,12 +136,33 @@ def open_shards(name: str, shards: Sequence[str]) -> Parts:
     elif test is not None:
         words += f"; {held_out} has no labels and is left out"
         test = None
-    unused = [split or "others" for split, paths in by_split.items() if split != held_out and paths[0] not in training]
+    unused = [split or "others" for split in by_split if split not in ("train", held_out)]
     if unused:
         words += f" (not used: {', '.join(unused)})"
     for damage in (*train.damaged, *(test.damaged if test is not None else ())):
         words += f". Note: {damage}"
     return train, train if train.labels is not None else None, test, words
+
+
+def open_shard_splits(name: str, shards: Sequence[str]) -> dict[str, ShardSource]:
+    """All splits, by their names."""
+    splits = {split: ShardSource(name, paths) for split, paths in _by_split(shards).items() if split}
+    _name_classes(list(splits.values()), os.path.dirname(shards[0]))
+    return splits
+
+
+def _by_split(shards: Sequence[str]) -> dict[str, list[str]]:
+    """Shards told apart by the words 'train', 'val' and 'test' in their names; '' are others.
+
+    Where none is called 'train', the others are trained on; where there are none, all of them: who names nothing but
+    'test-000000.tar' wants to train on it.
+    """
+    found: dict[str, list[str]] = {}
+    for path in shards:
+        found.setdefault(_split_of(path), []).append(path)
+    if "train" not in found and "" not in found:
+        return {"train": list(shards)}
+    return found if "train" in found else {"train": found.pop(""), **found}
 
 
 def _count(source: ShardSource) -> str:

@@ -27,6 +27,7 @@ from co2.data.decode import decode_image
 from co2.data.open import open_data
 from co2.data.pack_writer import Packed, write_pack
 from co2.data.packed import MANIFEST, UNFINISHED, open_pack_splits, verify_pack
+from co2.data.shard_writer import write_shards
 from co2.data.source import ImageSource
 from co2.errors import RunError, UserError
 
@@ -223,6 +224,30 @@ def test_all_splits_are_kept(tmp_path: Path) -> None:
     write_pack(tmp_path / "in", tmp_path / "without", workers=0)
     assert open_data(str(tmp_path / "without")).description.endswith("packed; test has no labels and is left out")
     assert open_data(str(tmp_path / "without")).test is None
+
+
+def test_all_splits_of_packs_and_shards_are_kept_too(tmp_path: Path) -> None:
+    put(tmp_path / "in", "train/cat/1.png", "train/dog/2.png", "train/dog/3.png")
+    put(tmp_path / "in", "val/cat/4.png", "val/dog/5.png", "test/dog/6.png", "test/cat/7.png", "test/cat/8.png")
+    write_pack(tmp_path / "in", tmp_path / "pack", workers=0)
+    write_shards(tmp_path / "in", tmp_path / "shards")
+    assert {path.name for path in (tmp_path / "shards").glob("*.tar")} == {
+        "train-000000.tar",
+        "val-000000.tar",
+        "test-000000.tar",
+    }
+    counts = {"train": 3, "val": 2, "test": 3}
+    for source in ("pack", "shards"):
+        assert write_pack(tmp_path / source, tmp_path / f"of-{source}", workers=0).images == counts
+        found = open_pack_splits("again", str(tmp_path / f"of-{source}"))
+        assert {split: one.classes for split, one in found.items()} == dict.fromkeys(counts, ("cat", "dog"))
+        assert {split: one.labels.tolist() for split, one in found.items() if one.labels is not None} == {
+            "train": [0, 1, 1],
+            "val": [0, 1],
+            "test": [0, 0, 1],
+        }
+    write_shards(tmp_path / "pack", tmp_path / "shards-of-pack")
+    assert len(list((tmp_path / "shards-of-pack").glob("*.tar"))) == 3
 
 
 def test_pictures_without_files_and_a_pack_of_a_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
