@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -19,8 +19,11 @@ from co2.errors import UserError
 from co2.evaluation.presets import Preset, protocol_called, settings_of
 from co2.study import grids
 from co2.study.grids import STUDIES, Wanted, cost_of, study_called
-from co2.study.plan import RUNS, Grid, Plan, all_cells, merge_plans, read_plan, write_plan
+from co2.study.plan import RUNS, Cell, Grid, Plan, all_cells, merge_plans, read_plan, write_plan
 from co2.study.settings import changed, changed_settings, parse_assignments, refuse_decided
+
+if TYPE_CHECKING:
+    from co2.study.sitting import Circumstances
 
 VALIDATION_SHARE = 0.1
 _MEASUREMENTS = 10  # during a run, besides its end: each passes all images through the network
@@ -58,8 +61,8 @@ class Request:
     validate: bool = False
     """Judge on a part of the training images, put aside before pre-training, and leave the test images alone: for
     choosing settings."""
-    validate_share: float = VALIDATION_SHARE
-    """How large a part, of each class."""
+    validate_share: float | None = None
+    """How large a part, of each class; with --validate alone a tenth."""
     voc: str = ""
     """A folder in PASCAL VOC's layout, for transfer."""
     view_size: int = 224
@@ -125,8 +128,28 @@ def run(words: list[str]) -> int:
         prog=f"co2 study {' '.join(names)}",
         description=". ".join(f"{name}: {study_called(name).summary}" for name in names) + ".",
     )
-    computing = [word for word in words if word not in ("--report-only", "--plan")]
-    return _study(names, request, shlex.join(["co2", "study", *computing]))
+    return _study(names, request)
+
+
+_CIRCUMSTANCES = ("runs", "only", "jobs", "time_limit", "redo", "keep_checkpoints", "device", "workers")
+_INSTEAD = ("plan", "report_only")
+
+
+def _command(names: Sequence[str], request: Request) -> str:
+    """What was asked for, without what changes no number: the command that a record or a table is made by."""
+    words = ["co2", "study", *names]
+    for field in dataclasses.fields(request):
+        value = getattr(request, field.name)
+        if field.name in (*_CIRCUMSTANCES, *_INSTEAD) or value == field.default:
+            continue
+        option = f"--{field.name.replace('_', '-')}"
+        if field.name in ("set", "vary", "evaluation"):
+            words += [word for one in value for word in (option, one)]
+        elif isinstance(value, tuple):
+            words += [option, *map(str, value)]
+        else:
+            words += [option] if value is True else [option, str(value)]
+    return shlex.join(words)
 
 
 def _overview() -> str:
@@ -201,7 +224,7 @@ def _report(words: list[str]) -> int:
     return 0
 
 
-def _study(names: list[str], request: Request, command: str) -> int:
+def _study(names: list[str], request: Request) -> int:
     if not request.out:
         raise UserError("Say where the results go: --out results/MINE.")
     out = Path(request.out)
@@ -215,7 +238,7 @@ def _study(names: list[str], request: Request, command: str) -> int:
         return _write_up(out, earlier, names)
     if not request.data:
         raise UserError("A study needs labelled images: give --data, as for `co2 pretrain`.")
-    plan = merge_plans(earlier, make_plan(names, request, command), out, request.redo)
+    plan = merge_plans(earlier, make_plan(names, request), out, request.redo)
     chosen = _chosen(plan, names, request.only)
     if "transfer" in names and not request.voc and not request.report_only and not request.plan:
         raise UserError("transfer needs PASCAL VOC's layout: give --voc with the folder that holds VOCdevkit.")
@@ -235,15 +258,17 @@ def _study(names: list[str], request: Request, command: str) -> int:
         redo=request.redo,
         keep_checkpoints=request.keep_checkpoints,
     )
+    cells = [cell for cell in all_cells(plan, names) if cell.variant in chosen]
     if request.plan:
-        return _show_plan(plan, names, out, runs)
+        return _show_plan(plan, cells, circumstances)
     if request.report_only:
         _make_folder(out)
         write_plan(out, plan)
         return _write_up(out, plan, names)
-    cells = [cell for cell in all_cells(plan, names) if cell.variant in chosen]
     commands = {cell.name: plan.grids[name].command for name in reversed(names) for cell in plan.cells(name)}
     todo, done = outstanding(cells, plan, circumstances)  # what is refused is refused before anything is written
+    if todo:
+        _check_what_all_need(todo, plan, request)
     if done:
         print(f"{len(done)} of {len(cells)} cells are done already.", flush=True)
     _make_folder(out)
@@ -266,12 +291,16 @@ def _make_folder(out: Path) -> None:
         raise UserError(f"The folder {out} cannot be made: {error.strerror}. Choose another --out.") from None
 
 
-def make_plan(names: Sequence[str], request: Request, command: str) -> Plan:
+def make_plan(names: Sequence[str], request: Request) -> Plan:
     """What is asked for, as data."""
+    _refuse_idle(names, request)
     if not request.seeds or len(set(request.seeds)) < len(request.seeds):
         raise UserError(f"--seeds must be different numbers, at least one; got {' '.join(map(str, request.seeds))}.")
-    if request.validate and not 0 < request.validate_share < 1:
-        raise UserError(f"--validate-share is a share between 0 and 1; got {request.validate_share}.")
+    share = request.validate_share
+    if share is None and request.validate:
+        share = VALIDATION_SHARE
+    if share is not None and not 0 < share < 1:
+        raise UserError(f"--validate-share is a share between 0 and 1; got {share}.")
     edits = parse_assignments(request.set, "--set")
     refuse_decided(edits, "--set")
     if request.epochs is not None:
@@ -283,18 +312,25 @@ def make_plan(names: Sequence[str], request: Request, command: str) -> Plan:
     wanted = Wanted(base, edits, request.alphas, request.taus, _values_to_vary(request.vary))
     return Plan(
         base=base,
-        validate=request.validate_share if request.validate else None,
+        validate=share,
         view_size=request.view_size,
         grids={
             name: Grid(
                 variants=tuple(study_called(name).variants(wanted)),
                 seeds=request.seeds,
                 protocols=_protocols(study_called(name).protocols, request),
-                command=command,
+                command=_command(names, request),
             )
             for name in names
         },
     )
+
+
+def _refuse_idle(names: Sequence[str], request: Request) -> None:
+    """Points of a grid that none of these studies has: who gives some expects them to be computed."""
+    for option, studies in {"alphas": ("alpha", "alpha-tau"), "taus": ("tau", "alpha-tau"), "vary": ("vary",)}.items():
+        if getattr(request, option) != getattr(Request(), option) and not set(names) & set(studies):
+            raise UserError(f"--{option} is for the study {' or '.join(studies)}. Name it, or leave --{option} out.")
 
 
 def _values_to_vary(texts: Sequence[str]) -> dict[str, Sequence[Any]]:
@@ -324,20 +360,46 @@ def _chosen(plan: Plan, names: Sequence[str], only: Sequence[str]) -> list[str]:
     return list(only) or known
 
 
-def _show_plan(plan: Plan, names: Sequence[str], out: Path, runs: Path) -> int:
-    from co2.study.records import missing_protocols, read_record, record_path
+def _check_what_all_need(cells: Sequence[Cell], plan: Plan, request: Request) -> None:
+    """Mistakes that every cell would run into, one after the other, after hours maybe."""
+    from co2.data.open import open_data
+    from co2.data.voc import read_detection, read_segmentation
+    from co2.engine.pretrain import check_sizes
+    from co2.machine import choose_device
+    from co2.study.sitting import data_of
 
-    cells = all_cells(plan, names)
-    done = 0
+    choose_device(request.device)
+    images = len(open_data(data_of(plan)).train)
     for cell in cells:
-        record = read_record(record_path(out, cell.name))
+        try:
+            check_sizes(cell.experiment, [images])
+        except UserError as error:
+            raise UserError(str(error).replace("--batch-size ", "--set batch_size=")) from None
+    asked = {protocol: settings for cell in cells for protocol, settings in cell.protocols.items()}
+    for protocol in grids.TRANSFER:
+        if protocol in asked:
+            read = read_segmentation if protocol == "segmentation" else read_detection
+            read(request.voc, asked[protocol]["train"], asked[protocol]["test"])
+
+
+def _show_plan(plan: Plan, cells: Sequence[Cell], circumstances: Circumstances) -> int:
+    from co2.study.records import mismatches, missing_protocols, read_record, record_path
+
+    left = []
+    for cell in cells:
+        record = read_record(record_path(circumstances.out, cell.name))
         missing = missing_protocols(record, cell)
-        done += not missing
-        begun = " (begun)" if (runs / cell.name).is_dir() else ""
-        stands = f"to do{begun}: {', '.join(missing)}" if missing else "done"
+        other = mismatches(record, cell, None, plan.validate) if record is not None else []
+        begun = " (begun)" if (circumstances.runs / cell.name).is_dir() else ""
+        if other:
+            word = "to do again" if circumstances.redo else "refused without --redo"
+            stands = f"{word}: its record has other settings ({other[0]})"
+        else:
+            stands = f"to do{begun}: {', '.join(missing)}" if missing else "done"
+        left += [cell] if other or missing else []
         print(f"{cell.name:<40} {stands}")
-    left = sum(cost_of(c.experiment) for c in cells if missing_protocols(read_record(record_path(out, c.name)), c))
-    print(f"{done} of {len(cells)} cells are done; {left / plan.base.epochs:.0f} runs' time is left at most.")
+    runs_left = sum(cost_of(cell.experiment) for cell in left) / plan.base.epochs
+    print(f"{len(cells) - len(left)} of {len(cells)} cells are done; {runs_left:.0f} runs' time is left at most.")
     return 0
 
 
@@ -349,5 +411,7 @@ def _write_up(out: Path, plan: Plan, names: Sequence[str]) -> int:
         count = sum(map(len, results.records.values()))
         print(f"\n{(out / f'{name}.md').read_text(encoding='utf-8')}")
         missing = f", {len(results.missing)} cells missing" if results.missing else ""
-        print(f"{name}: {count} cells{missing}. Table and figure: {out / name}.md, .csv, .svg, .png")
+        figure = "Table and figure" if (out / f"{name}.svg").is_file() else "Table"
+        endings = ".md, .csv, .svg, .png" if figure != "Table" else ".md, .csv"
+        print(f"{name}: {count} cell{'s' if count != 1 else ''}{missing}. {figure}: {out / name}{endings}")
     return 0

@@ -21,12 +21,17 @@ class Band:
     deviation: np.ndarray
 
 
-def band(records: Sequence[CellRecord], name: str) -> Band | None:
+def most_parts(records: Sequence[CellRecord], name: str) -> int:
+    """Into how many parts all of these curves can be divided; a run that was interrupted has more lines than others."""
+    return min([MOST_PARTS, *(len(epochs) for record in records if (epochs := record.curve(name)[0]))])
+
+
+def band(records: Sequence[CellRecord], name: str, parts: int | None = None) -> Band | None:
     """The runs' curves, averaged within equal parts of the training and then over runs; None without any."""
     curves = [curve for record in records if (curve := record.curve(name))[0]]
     if not curves:
         return None
-    parts = min(MOST_PARTS, min(len(epochs) for epochs, _ in curves))
+    parts = most_parts(records, name) if parts is None else parts
     last = min(epochs[-1] for epochs, _ in curves)
     values = np.stack([_in_parts(np.asarray(epochs) / last * parts, np.asarray(row), parts) for epochs, row in curves])
     deviation = values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(parts)

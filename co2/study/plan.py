@@ -35,7 +35,7 @@ class Grid:
     protocols: Mapping[str, Mapping[str, Any]]
     """How cells are judged: the settings of each protocol."""
     command: str
-    """What the user typed."""
+    """What the user typed, but for what changes no number; a line for each sitting that asked for something else."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,10 @@ def write_plan(folder: Path, plan: Plan) -> None:
         "view_size": plan.view_size,
         "studies": {name: dataclasses.asdict(grid) for name, grid in plan.grids.items()},
     }
-    (folder / PLAN).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    from co2.checkpoint import write_atomically  # imports torch
+
+    text = json.dumps(plain, indent=1) + "\n"
+    write_atomically(folder / PLAN, lambda file: file.write(text.encode()))
 
 
 def read_plan(folder: Path) -> Plan | None:
@@ -143,4 +146,26 @@ def merge_plans(earlier: Plan | None, asked: Plan, folder: Path, redo: bool) -> 
             + "\n  ".join(lines)
             + "\nChoose another --out, or say --redo to compute them again with the new settings."
         )
-    return replace(asked, grids={**earlier.grids, **asked.grids})
+    grids = {**earlier.grids, **asked.grids}
+    if not lines:
+        both = earlier.grids.keys() & asked.grids.keys()
+        grids.update({name: _united(earlier.grids[name], asked.grids[name], asked.base) for name in both})
+    return replace(asked, grids=grids)
+
+
+def _united(earlier: Grid, asked: Grid, base: Experiment) -> Grid:
+    """What two sittings ask of a study: what one adds takes nothing away from the other."""
+
+    def place(variant: Variant) -> tuple[float, float]:
+        if not variant.place:
+            return 0.0, 0.0
+        objective = changed(base, variant.changes).objective
+        return objective.tau_consistency, objective.alpha
+
+    variants = {variant.name: variant for variant in (*earlier.variants, *asked.variants)}
+    return Grid(
+        variants=tuple(sorted(variants.values(), key=place)),  # stable: only what stands on an axis is moved
+        seeds=tuple(sorted({*earlier.seeds, *asked.seeds})),
+        protocols={**earlier.protocols, **asked.protocols},
+        command="\n".join(dict.fromkeys([*earlier.command.splitlines(), asked.command])),
+    )

@@ -61,7 +61,7 @@ def report_study(folder: Path, plan: Plan, study: str) -> Results:
     """Write the tables and the figure of a study into its folder."""
     results = gather(folder, plan, study)
     command = plan.grids[study].command
-    heading = f"# {study}: {STUDIES[study].summary}\n\n`{command}`\n\n" if study in STUDIES else ""
+    heading = f"# {study}: {STUDIES[study].summary}\n\n```\n{command}\n```\n\n" if study in STUDIES else ""
     (folder / f"{study}.md").write_text(heading + markdown_text(results), encoding="utf-8")
     (folder / f"{study}.csv").write_text(csv_text(results), encoding="utf-8")
     try:

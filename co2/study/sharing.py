@@ -8,6 +8,7 @@ ends with the study, in whatever way that ends.
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 # MPS has so many queues for all of its clients, or a few more: three with 32 each were seen to work, where a fifth was
 # told that memory had run out.
 _ALL_QUEUES = 64
-_SECONDS_TO_END = 20.0
+_SECONDS_TO_BEGIN, _SECONDS_TO_END = 30.0, 20.0
 
 # Runs until its input is closed: by `shared_gpu`, or by the system when the study's process is gone.
 _KEEPER = f"{CONTROL} -d < /dev/null > /dev/null || exit 1; echo ready; cat > /dev/null; echo quit | {CONTROL}"
@@ -58,7 +59,8 @@ def shared_gpu(jobs: int) -> Iterator[dict[str, str]]:
     assert keeper.stdin is not None
     assert keeper.stdout is not None
     try:
-        if keeper.stdout.readline().strip() == b"ready" and _serves(serving):
+        begun = select.select([keeper.stdout], [], [], _SECONDS_TO_BEGIN)[0]  # else it hangs
+        if begun and keeper.stdout.readline().strip() == b"ready" and _serves(serving):
             print(f"{jobs} cells at once share the GPU through MPS.", flush=True)
             yield {**mine, **serving}
         else:

@@ -207,8 +207,13 @@ class _Sitting:
         self.end = circumstances.began + limit
         self.stop_at = self.end - min(_TO_STOP, 0.2 * limit)  # short limits are for trying things out
         self.start_until = self.stop_at - min(_TO_START, 0.2 * limit)
-        circumstances.runs.mkdir(parents=True, exist_ok=True)
-        (circumstances.out / CELLS).mkdir(parents=True, exist_ok=True)
+        try:
+            circumstances.runs.mkdir(parents=True, exist_ok=True)
+            (circumstances.out / CELLS).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{error.filename} cannot be made: {error.strerror}. Choose other --runs or --out."
+            ) from None
 
     def work(self) -> None:
         """Start, watch and stop processes until nothing is left to do."""
@@ -316,7 +321,13 @@ class _Sitting:
                 print(f"{name} stopped at epoch {share * one.cell.experiment.epochs:.0f}; it can go on.", flush=True)
             else:
                 self.outcome.failed.append(name)
-                error = _error_in(one.log, one.log_begins) or f"The process ended with code {code} and said nothing."
+                if code < 0:  # then its last words are not about that
+                    error = (
+                        f"It was ended by signal {-code}; most often memory ran out. The same command goes on with it."
+                    )
+                else:
+                    said = _error_in(one.log, one.log_begins)
+                    error = said or f"The process ended with code {code} and said nothing."
                 write_failure(self.circumstances.out, one.cell, error, code)
                 print(f"{name} failed: {error.splitlines()[-1]} All of it is in {one.log}.", flush=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 from scipy import stats  # type: ignore[import-untyped]
 
 from co2.config import Experiment
-from co2.study.curves import band
+from co2.study.curves import band, most_parts
 from co2.study.grids import Variant
 from co2.study.published import ELSEWHERE, Published, published_for
 from co2.study.records import CellRecord
@@ -261,9 +261,10 @@ def _throughout(results: Results) -> str:
     for variant in results.variants:
         if not variant.baseline:
             continue
-        ours = band(list(results.records.get(variant.name, {}).values()), "consistency")
-        theirs = band(list(results.records.get(variant.baseline, {}).values()), "consistency")
-        if ours is None or theirs is None or len(ours.mean) != len(theirs.mean):
+        both = [list(results.records.get(name, {}).values()) for name in (variant.name, variant.baseline)]
+        parts = most_parts([*both[0], *both[1]], "consistency")
+        ours, theirs = (band(records, "consistency", parts) for records in both)
+        if ours is None or theirs is None:
             continue
         below = int((ours.mean < theirs.mean).sum())
         lines.append(

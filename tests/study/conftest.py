@@ -91,7 +91,7 @@ def planned(tmp_path, request_tiny):
     def build(*studies, folder=None, **changes):
         folder = folder or tmp_path / "results"
         folder.mkdir(exist_ok=True)
-        plan = make_plan(studies, request_tiny(**changes), f"co2 study {' '.join(studies)}")
+        plan = make_plan(studies, request_tiny(**changes))
         write_plan(folder, plan)
         return folder, plan
 

@@ -15,7 +15,7 @@ from co2.study.settings import changed, changed_settings, parse_assignments
 
 
 def plan_of(*studies, **changes):
-    return make_plan(studies, Request(data="shapes:40:16", **changes), "co2 study")
+    return make_plan(studies, Request(data="shapes:40:16", **changes))
 
 
 def objective(plan, study):
@@ -153,6 +153,10 @@ def test_measurements_during_a_run_are_few_unless_asked_for():
         ({"evaluation": ("lineal.epochs=3",)}, "Did you mean 'linear'"),
         ({"evaluation": ("linear.epochs=few",)}, "cannot be 'few'"),
         ({"validate": True, "validate_share": 1.0}, "between 0 and 1"),
+        ({"validate_share": 1.0}, "between 0 and 1"),
+        ({"alphas": (1.0,)}, "--alphas is for the study alpha or alpha-tau"),
+        ({"taus": (1.0,)}, "--taus is for the study tau or alpha-tau"),
+        ({"vary": ("epochs=[1,2]",)}, "--vary is for the study vary"),
     ],
 )
 def test_mistakes(changes, message):
@@ -209,6 +213,23 @@ def test_a_plan_survives_its_file(tmp_path):
     assert read.validate == 0.1
     assert [cell.experiment for cell in read.cells("claim")] == [cell.experiment for cell in plan.cells("claim")]
     assert read.grids["claim"].variants == plan.grids["claim"].variants
+
+
+def test_another_sitting_adds_to_a_grid_and_takes_nothing_away(tmp_path):
+    own = {"set": ("objective.alpha=1", "objective.tau_consistency=0.04")}
+    first = plan_of("alpha", "claim", seeds=(0, 1), alphas=(0.1, 0.3), **own)
+    second = plan_of("alpha", seeds=(2,), alphas=(0.2, 3.0), jobs=3, time_limit=5.0, only=("moco",), **own)
+    merged = merge_plans(first, second, tmp_path, redo=False)
+    assert [variant.place for variant in merged.grids["alpha"].variants] == [0, 0.1, 0.2, 0.3, 1, 3]
+    assert merged.grids["alpha"].seeds == (0, 1, 2)
+    assert merged.grids["claim"] == first.grids["claim"]
+    base = "--data shapes:40:16"
+    settings = "--set objective.alpha=1 --set objective.tau_consistency=0.04"
+    assert merged.grids["alpha"].command.splitlines() == [  # without what changes no number
+        f"co2 study alpha claim {base} --seeds 0 1 {settings} --alphas 0.1 0.3",
+        f"co2 study alpha {base} --seeds 2 {settings} --alphas 0.2 3.0",
+    ]
+    assert merge_plans(merged, second, tmp_path, redo=False) == merged
 
 
 def test_a_folder_has_one_base(tmp_path):

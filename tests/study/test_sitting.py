@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from co2.checkpoint import checkpoints
 from co2.cli import main
@@ -202,6 +203,7 @@ if behaviour == "diverge":
     print("Some numbers.")
     sys.exit("co2: The loss became NaN.")
 if behaviour == "vanish":
+    print("epoch 19/40  L_ins 5.039", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 if behaviour == "do":
     shutil.copy(run.parent / (run.name + ".prepared"), job["record"])
@@ -252,7 +254,8 @@ def test_cells_that_fail_are_recorded_and_the_others_go_on(sit_with, read_json, 
     assert not outcome.left
     diverged, vanished = (read_json(folder / "cells" / f"{names[i]}.failed.json") for i in (0, 2))
     assert diverged == {"cell": names[0], "exit_code": 1, "error": "Some numbers.\nco2: The loss became NaN."}
-    assert (vanished["exit_code"], vanished["error"]) == (-9, "The process ended with code -9 and said nothing.")
+    assert vanished["exit_code"] == -9
+    assert vanished["error"].startswith("It was ended by signal 9; most often memory ran out.")
     assert f"{names[0]} failed: co2: The loss became NaN." in capsys.readouterr().out
     plan = read_plan(folder)
     report_study(folder, plan, "curves")
@@ -295,6 +298,40 @@ def test_a_signal_to_the_study_stops_its_cells(sit_with, tmp_path):
     assert outcome.signal_number == signal.SIGTERM
     assert sorted(outcome.left) == sorted(names)
     assert not list((folder / "cells").iterdir())
+
+
+# What all cells would run into is told once, before any begins.
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize(
+    ("names", "wrong", "message"),
+    [
+        (["claim"], ["--device", "cuda"], "--device cpu"),
+        (["claim"], ["--set", "batch_size=64"], "--set batch_size="),
+        (["transfer"], ["--voc", "nowhere"], "nowhere"),
+        (["claim"], ["--runs", "FILE"], "Choose other --runs"),
+    ],
+)
+def test_mistakes_that_all_cells_share(words_tiny, tmp_path, capsys, names, wrong, message):
+    (tmp_path / "file").touch()
+    wrong = [word.replace("FILE", str(tmp_path / "file")) for word in wrong]
+    assert main(["study", *names, *words_tiny, "--seeds", "0", "--out", str(tmp_path / "results"), *wrong]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("results/cells/*"))
+
+
+def test_the_plan_shows_what_the_command_would_do(planned, write_cell, words_tiny, capsys):
+    folder, plan = planned("curves")
+    for variant in plan.grids["curves"].variants:
+        write_cell(folder, plan, "curves", variant.name, 0, {"knn.top1": 1.0, "linear.top1": 2.0})
+    words = ["study", "curves", *words_tiny, "--seeds", "0", "--out", str(folder), "--plan"]
+    assert main(words) == 0
+    assert "2 of 2 cells are done" in capsys.readouterr().out
+    assert main([*words, "--redo", "--epochs", "3", "--only", "moco"]) == 0
+    shown = capsys.readouterr().out
+    assert "to do again: its record has other settings (epochs: 2 in the record" in shown
+    assert "0 of 1 cells are done" in shown
 
 
 # One cell, in this process.

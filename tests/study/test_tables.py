@@ -285,7 +285,7 @@ def test_the_page_has_everything_and_keeps_what_people_wrote(planned, write_cell
         assert text.count(part) == 1, part
     assert text.count("**64.17 ± 1.26**") == 2  # in both studies: they share the cell
     assert text.index("In short") < text.index("What the data") < text.index("64.17") < text.index("did not reproduce")
-    assert "```\nco2 study claim alpha\n```" in text
+    assert "```\nco2 study claim alpha --data shapes:40:16 --base demo-co2 --epochs 2 --set " in text
     for link in ("../results/claim.svg", "../results/cells", "../results/claim.csv", "../results/study.json"):
         assert f"({link})" in text
         assert (page.parent / link).exists()
@@ -355,3 +355,12 @@ def test_a_setting_that_learns_nothing_does_not_press_the_others_together(planne
     (curve,) = [container[0] for container in axes.containers]
     assert list(curve.get_ydata())[:4] == [61, 62, 63, 62]
     assert "10.0" in [text.get_text() for text in axes.texts]  # said where the arrow is
+
+
+def test_an_interrupted_run_logs_more_lines_and_is_compared_all_the_same(planned, write_cell):
+    folder, plan = planned("curves", seeds=(0,))
+    ours, theirs = plan.grids["curves"].variants[1].name, plan.grids["curves"].variants[0].name
+    numbers = {"knn.top1": 1.0, "linear.top1": 2.0}
+    write_cell(folder, plan, "curves", theirs, 0, numbers, log(0, 0.5))
+    write_cell(folder, plan, "curves", ours, 0, numbers, log(0, 0.2, lines=11))
+    assert "is below the baseline's in 10 of 10 equal parts" in markdown_text(gather(folder, plan, "curves"))
