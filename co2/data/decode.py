@@ -56,13 +56,14 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 def read_image(path: str | bytes | os.PathLike[str]) -> torch.Tensor:
     """The image in a file as uint8 [3, H, W]. Raises BadImage, and nothing else, if there is none to be had."""
-    with _open_regular(path) as file:
+    with open_regular(path) as file:
         return _decode(file)
 
 
 def read_bytes(path: str | bytes | os.PathLike[str]) -> bytes:
-    """What is in an image file, without looking at it. Raises BadImage, and nothing else, if it cannot be read."""
-    with _open_regular(path) as file:
+    """What is in a file, an image or not, without looking at it. Raises BadImage, and nothing else, if it cannot be
+    read."""
+    with open_regular(path) as file:
         number = file.fileno()
         size = os.fstat(number).st_size
         # From the system itself: a buffered read makes room for all that it might get, which takes longer than reading.
@@ -73,11 +74,13 @@ def read_bytes(path: str | bytes | os.PathLike[str]) -> bytes:
 
 
 @contextmanager
-def _open_regular(path: str | bytes | os.PathLike[str]) -> Iterator[BinaryIO]:
+def open_regular(path: str | bytes | os.PathLike[str], most: int = MOST_BYTES) -> Iterator[BinaryIO]:
+    """A file from outside, of at most so many bytes, opened and read without waiting for ever. Raises BadImage, and
+    nothing else, if it is none."""
     try:
-        _check_regular(os.stat(path))  # before it is opened: opening a device may already do something
+        _check_regular(os.stat(path), most)  # before it is opened: opening a device may already do something
         with open(path, "rb", opener=_without_waiting) as file:
-            _check_regular(os.fstat(file.fileno()))  # and again: it may have been exchanged for another
+            _check_regular(os.fstat(file.fileno()), most)  # and again: it may have been exchanged for another
             yield file
     except FileNotFoundError:
         raise BadImage("the file does not exist") from None
@@ -87,13 +90,13 @@ def _open_regular(path: str | bytes | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise BadImage(f"cannot be opened ({in_words(error)})") from None
 
 
-def _check_regular(information: os.stat_result) -> None:
+def _check_regular(information: os.stat_result, most: int) -> None:
     if not stat.S_ISREG(information.st_mode):
         raise BadImage("not a regular file")  # reading a pipe would wait for ever
     if information.st_size == 0:
         raise BadImage("empty file (0 bytes)")
-    if information.st_size > MOST_BYTES:
-        raise BadImage(TOO_LARGE)
+    if information.st_size > most:
+        raise BadImage(f"larger than {most // 2**20} MiB")
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -50,6 +50,9 @@ class PackedPaths:
 class FileSource(ImageSource):
     """Image files by path. Relative paths are below `root`."""
 
+    only_folder = ""
+    """The sub-folder that all images are in, where it makes no class because there is no other beside it."""
+
     def __init__(
         self,
         name: str,
@@ -134,7 +137,9 @@ def folder_source(folder: str, name: str | None = None, classes: Sequence[str] |
     owners = [path.partition(separator)[0] if separator in path else b"" for path in paths]
     names = sorted(set(owners))
     if len(names) < 2 or b"" in names:
-        return FileSource(name, folder, paths)
+        unlabelled = FileSource(name, folder, paths)
+        unlabelled.only_folder = printable(names[0]) if len(names) == 1 else ""
+        return unlabelled
     own = [printable(owner) for owner in names]
     known = tuple(own) if classes is None else (*classes, *(new for new in own if new not in set(classes)))
     number = {owner: known.index(label) for owner, label in zip(names, own, strict=True)}

@@ -9,14 +9,12 @@ these lengths and goes on from that image, so that in the end they hold the same
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import io
 import json
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,6 +22,7 @@ import numpy as np
 from PIL import Image
 
 from co2.data.decode import decode_image
+from co2.data.destination import claimed, fingerprint, name_bytes
 from co2.data.open import open_splits
 from co2.data.packed import (
     BAD_IMAGES,
@@ -45,7 +44,6 @@ from co2.data.workers import WorkerLost, in_parts, results_of
 from co2.errors import RunError, UserError
 
 SHORTER_SIDE, QUALITY = 256, 90
-_LOCK = ".lock"
 _WRITING = ".writing"
 _SECONDS_BETWEEN_COMMITS = 5.0
 _IMAGES_AT_ONCE = 16  # in one message from a worker
@@ -95,18 +93,16 @@ def write_pack(
         "shorter_side": shorter_side,
         "quality": quality,
         "images": {split: len(images) for split, images in splits.items()},
-        "names": _fingerprint(splits.values()),
+        "names": fingerprint(splits.values()),
     }
     recipe = _Recipe(shorter_side, quality)
     if workers < 0:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        with _claimed(destination):
+        with claimed(destination, _foreign):
             if not _is_finished(destination, made_of):
                 _write(destination, splits, made_of, recipe, workers, progress)
                 _finish(destination, splits, made_of)
-    except FileExistsError:
-        raise UserError(f"'{printable(destination)}' is a file. Name a new folder.") from None
     except OSError as error:
         raise RunError(
             f"The pack in '{printable(destination)}' cannot be written any further: {in_words(error)}. What is there "
@@ -114,21 +110,6 @@ def write_pack(
         ) from None
     left_out = read_manifest(destination)["left_out"]
     return Packed({split: len(images) for split, images in open_pack_splits(source, destination).items()}, left_out)
-
-
-def _fingerprint(splits: Iterable[ImageSource]) -> str:
-    """Changes when images come, go, change their names, labels or places; to mix two states would spoil the pack."""
-    digest = hashlib.sha256()
-    for images in splits:
-        digest.update(_bytes("\n".join(images.classes)))
-        digest.update(b"" if images.labels is None else images.labels.tobytes())
-        for index in range(len(images)):
-            digest.update(_bytes(images.describe(index) + "\n"))
-    return digest.hexdigest()
-
-
-def _bytes(name: str) -> bytes:
-    return name.encode("utf-8", "backslashreplace")  # the name of a folder need not be text
 
 
 # One image.
@@ -326,11 +307,11 @@ def _write_split(
             for position, image in enumerate(some, start=done.position):
                 name = source.describe(position)
                 if isinstance(image, str):
-                    bad.append(_bytes(f"{name}\t{image}\n"))
+                    bad.append(name_bytes(f"{name}\t{image}\n"))
                     state.left_out += 1
                     continue
                 images.append(image.data)
-                names.append(_bytes(name))
+                names.append(name_bytes(name))
                 label = -1 if source.labels is None else int(source.labels[position])
                 checksum = zlib.crc32(image.data)
                 index.append(RECORD.pack(images.length, names.length, checksum, image.height, image.width, label))
@@ -384,33 +365,8 @@ def _checksum(path: str) -> int:
 # The folder.
 
 
-@contextlib.contextmanager
-def _claimed(folder: str) -> Iterator[None]:
-    """Make the folder, or make sure that it is a pack or an earlier attempt at one, and keep other processes out."""
-    os.makedirs(folder, exist_ok=True)
-    present = {name for name in os.listdir(folder) if not name.startswith(".")}
-    if present - {UNFINISHED + _WRITING} and not present & {MANIFEST, UNFINISHED}:
-        raise UserError(
-            f"'{printable(folder)}' holds something else ('{printable(min(present))}'), and nothing in it is "
-            "overwritten. Empty it or name a new folder."
-        )
-    path = os.path.join(folder, _LOCK)
-    with open(path, "ab") as lock:
-        try:
-            # The system lets go of it when this process ends, however that happens. Not flock: the workers would
-            # inherit it, and hold on to it for a moment after their parent was killed.
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise UserError(
-                f"Another process is writing to '{printable(folder)}'. Wait for it, end it, or name another folder."
-            ) from None
-        except OSError:
-            pass  # there are file systems without locks
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                os.remove(path)
+def _foreign(present: set[str]) -> set[str]:
+    return set() if present & {MANIFEST, UNFINISHED} else present - {UNFINISHED + _WRITING}
 
 
 def _is_finished(folder: str, made_of: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+from co2.data.decode import open_regular, read_bytes
 from co2.data.source import BadImage, in_words, printable
 from co2.data.tar_index import TarIndex, build_index, index_from_bytes, index_to_bytes
 from co2.errors import UserError
@@ -81,8 +82,13 @@ def read_beginning(path: str, most: int) -> bytes:
             raise
         except Exception as error:
             raise OSError(in_words(error)) from None
-    with open(path, "rb") as file:
-        return file.read(most)
+    if not os.path.exists(path):
+        raise FileNotFoundError(path)
+    try:
+        with open_regular(path) as file:
+            return file.read(most)
+    except BadImage as error:
+        raise OSError(str(error)) from None
 
 
 def _filesystem(address: str) -> tuple[Any, str]:
@@ -149,8 +155,8 @@ def index_of(path: str) -> tuple[TarIndex, Stamp]:
                 raise UserError(f"The shard '{printable(path)}' is not a regular file.")
         places = _index_places(path)
         for place in places:
-            with contextlib.suppress(OSError), open(place, "rb") as file:
-                index = index_from_bytes(file.read(), *stamp)
+            with contextlib.suppress(BadImage):
+                index = index_from_bytes(read_bytes(place), *stamp)
                 if index is not None:
                     return index, stamp
         index = _build(path, stamp)

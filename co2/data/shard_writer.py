@@ -11,8 +11,11 @@ import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
+from co2.data.destination import claimed, fingerprint
 from co2.data.open import open_splits
+from co2.data.packed import read_json
 from co2.data.shard_storage import index_of
 from co2.data.shards import CLASSES_FILE
 from co2.data.source import HELD_OUT, BadImage, ImageSource, in_words, printable
@@ -66,27 +69,23 @@ def write_shards(
     source, destination = os.fspath(source), os.fspath(destination)
     splits = open_splits(source)
     splits.pop("bank", None)  # shards are of what is trained on, and of what is held out
-    _claim(destination, source, splits, size_mib, count)
-    limit = _Limit(int(size_mib * 2**20), count)
-    total = sum(len(images) for images in splits.values())
-    done = images = shards = 0
-    left_out: list[tuple[str, str]] = []
-    for split, part in splits.items():
-        writer = _SplitWriter(destination, split, part, limit)
-        try:
-            for index in writer.write():
-                if progress is not None:
-                    progress(done + index + 1, total)
-        except OSError as error:
-            raise UserError(
-                f"The shards in '{printable(destination)}' cannot be written any further: {in_words(error)}. "
-                "Those that are there are whole: make room, and run the command again to go on."
-            ) from None
-        done += len(part)
-        images += writer.images
-        shards += writer.shards
-        left_out += writer.left_out
-    return Written(images, shards, tuple(left_out))
+    manifest = {
+        "format": "co2 shards",
+        "source": source,
+        "images": {split: len(images) for split, images in splits.items()},
+        "names": fingerprint(splits.values()),
+        "size_mib": size_mib if count is None else None,
+        "count": count,
+    }
+    try:
+        with claimed(destination, _foreign):
+            _begin(destination, manifest, splits)
+            return _write(destination, splits, _Limit(int(size_mib * 2**20), count), progress)
+    except OSError as error:
+        raise UserError(
+            f"The shards in '{printable(destination)}' cannot be written any further: {in_words(error)}. Those that "
+            "are there are whole: make room or name another folder, and run the command again to go on."
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,22 @@ class _Limit:
 
     def reached(self, size: int, count: int) -> bool:
         return size >= self.size if self.count is None else count >= self.count
+
+
+def _write(folder: str, splits: dict[str, ImageSource], limit: _Limit, progress: Progress | None) -> Written:
+    total = sum(len(images) for images in splits.values())
+    done = images = shards = 0
+    left_out: list[tuple[str, str]] = []
+    for split, part in splits.items():
+        writer = _SplitWriter(folder, split, part, limit)
+        for index in writer.write():
+            if progress is not None:
+                progress(done + index + 1, total)
+        done += len(part)
+        images += writer.images
+        shards += writer.shards
+        left_out += writer.left_out
+    return Written(images, shards, tuple(left_out))
 
 
 class _SplitWriter:
@@ -192,51 +207,31 @@ def _appearing_when_whole(path: str) -> Iterator[tarfile.TarFile]:
         raise
 
 
-def _claim(destination: str, source: str, splits: dict[str, ImageSource], size_mib: float, count: int | None) -> None:
-    """Make the folder, or make sure that it is what an earlier attempt at the same has left."""
-    manifest = {
-        "format": "co2 shards",
-        "source": source,
-        "images": {split: len(images) for split, images in splits.items()},
-        "size_mib": size_mib if count is None else None,
-        "count": count,
-    }
-    path = os.path.join(destination, MANIFEST)
-    try:
-        os.makedirs(destination, exist_ok=True)
-        present = [name for name in os.listdir(destination) if not name.startswith(".")]
-        foreign = [name for name in present if not _OURS.fullmatch(name)]
-        if foreign or (set(present) - {MANIFEST + _UNFINISHED} and MANIFEST not in present):
-            raise UserError(
-                f"'{printable(destination)}' holds something else ('{printable((foreign or present)[0])}'), and "
-                "nothing in it is overwritten. Empty it or name a new folder."
-            )
-        if MANIFEST in present and _read_json(path) != manifest:
-            raise UserError(
-                f"The shards in '{printable(destination)}' were begun from another source or with other settings. "
-                "Run the command that began them, or name a new folder."
-            )
-        for name in present:
-            if name.endswith(_UNFINISHED):
-                os.remove(os.path.join(destination, name))
-        _write_json(path, manifest)
-        classes = next((images.classes for images in splits.values() if images.classes), None)
-        if classes is not None:
-            _write_json(os.path.join(destination, CLASSES_FILE), list(classes))
-    except FileExistsError:
-        raise UserError(f"'{printable(destination)}' is a file. Name a new folder.") from None
-    except OSError as error:
-        raise UserError(
-            f"'{printable(destination)}' cannot be written to: {error.strerror}. Name another folder."
-        ) from None
+def _foreign(present: set[str]) -> set[str]:
+    if MANIFEST not in present:  # which comes before all others
+        return present - {MANIFEST + _UNFINISHED}
+    return {name for name in present if not _OURS.fullmatch(name)}
 
 
-def _read_json(path: str) -> object:
-    with open(path, "rb") as file:
-        try:
-            return json.load(file)
-        except (ValueError, RecursionError):
-            return None
+def _begin(folder: str, manifest: dict[str, Any], splits: dict[str, ImageSource]) -> None:
+    """Write down what the shards are made of, or make sure that an earlier attempt was at the same."""
+    path = os.path.join(folder, MANIFEST)
+    if os.path.exists(path):
+        begun = read_json(path)
+        if isinstance(begun, dict):
+            begun = {"names": manifest["names"], **begun}  # earlier versions did not write them down
+        if begun != manifest:
+            raise UserError(
+                f"The shards in '{printable(folder)}' were begun from another source, from other images or with other "
+                "settings. Run the command that began them, on the data as they were then, or name a new folder."
+            )
+    for name in os.listdir(folder):
+        if _OURS.fullmatch(name) and name.endswith(_UNFINISHED):
+            os.remove(os.path.join(folder, name))
+    _write_json(path, manifest)
+    classes = next((images.classes for images in splits.values() if images.classes), None)
+    if classes is not None:
+        _write_json(os.path.join(folder, CLASSES_FILE), list(classes))
 
 
 def _write_json(path: str, value: object) -> None:

@@ -41,6 +41,7 @@ _PAX_RECORD = re.compile(rb"([0-9]{1,7}) ([^=]+)=")
 _IMAGE_EXTENSIONS = tuple(extension[1:].encode() for extension in EXTENSIONS)
 _COMPOUND_EXTENSIONS = tuple(extension.encode() for extension in EXTENSIONS)
 _VERSION = 1
+_LONGEST_HEAD = 1 << 16  # JSON can take many times its length in memory
 
 
 class DamagedTar(Exception):  # noqa: N818  (it names the archive, not the program, as what is wrong)
@@ -255,8 +256,8 @@ def index_to_bytes(index: TarIndex, length: int, stamp: str) -> bytes:
 def index_from_bytes(data: bytes, length: int, stamp: str) -> TarIndex | None:
     """The index that `index_to_bytes` wrote; None if it is about another state of the tar file, or no sound index."""
     try:
-        line, body = data.split(b"\n", 1)
-        head = json.loads(line)
+        end = data.index(b"\n", 0, _LONGEST_HEAD)
+        head, body = json.loads(data[:end]), data[end + 1 :]
         told = {name: head[name] for name in ("format", "version", "length", "stamp", "checksum")}
         count, damage = head["images"], head["damage"]
     except (ValueError, TypeError, KeyError, RecursionError):

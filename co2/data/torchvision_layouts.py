@@ -1,19 +1,26 @@
 """CIFAR-10, CIFAR-100 and STL-10 in the folders that torchvision's downloads leave on disk.
 
 CIFAR's files are pickles, which may run any program when they are opened in the ordinary way. Here they are read by
-an unpickler that knows arrays of numbers and nothing else.
+an unpickler that knows arrays of numbers and nothing else, and that takes no more memory for them than the file gives
+reason to.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import pickletools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from co2.data.source import ArraySource, BadImage, ImageSource
+from co2.data.decode import open_regular, read_bytes
+from co2.data.source import ArraySource, BadImage, ImageSource, printable
 from co2.errors import UserError
 
 _CIFAR_SHAPE = (3, 32, 32)
@@ -23,6 +30,7 @@ _FOLDERS = ("cifar-10-batches-py", "cifar-100-python", "stl10_binary")
 Parts = tuple[ImageSource, ImageSource | None, ImageSource | None, str]
 """What is pre-trained on, the labelled bank, the labelled test images, and one line about them."""
 _AGAIN = "Download and unpack the data set again."
+_MOST_STEPS = 2_000_000  # of a pickle; the largest, CIFAR-100's train, has some 200,000
 
 
 def find_layout(path: str) -> str | None:
@@ -54,7 +62,9 @@ def open_layout(folder: str) -> Parts:
 
 def _cifar(name: str, folder: str, files: list[str], labels_key: str, names_file: str, names_key: str) -> ArraySource:
     (names,) = _entries(os.path.join(folder, names_file), names_key)
-    classes = tuple(str(word) for word in names)
+    if not all(isinstance(word, str) for word in names):
+        raise UserError(f"'{os.path.join(folder, names_file)}' does not hold the names of classes. {_AGAIN}")
+    classes = tuple(names)
     pixels, labels = [], []
     for file in files:
         path = os.path.join(folder, file)
@@ -68,10 +78,20 @@ def _cifar(name: str, folder: str, files: list[str], labels_key: str, names_file
     return ArraySource(name, np.concatenate(pixels), np.concatenate(labels), classes)
 
 
-def _entries(path: str, *keys: str) -> list[Any]:
+@contextmanager
+def _told_as_user_error(path: str) -> Iterator[None]:
     try:
-        with open(path, "rb") as file:
-            contents = _ArraysOnly(file, encoding="latin1").load()
+        yield
+    except BadImage as error:
+        raise UserError(f"'{path}' cannot be read: {error}. {_AGAIN}") from None
+
+
+def _entries(path: str, *keys: str) -> list[Any]:
+    with _told_as_user_error(path):
+        data = read_bytes(path)
+    try:
+        _check_steps(data)
+        contents = _ArraysOnly(io.BytesIO(data), encoding="latin1").load()
         entries = [contents[key] for key in keys]
         return [entry.array() if isinstance(entry, _Array) else list(entry) for entry in entries]
     except _Refused as refusal:
@@ -79,10 +99,16 @@ def _entries(path: str, *keys: str) -> list[Any]:
             f"'{path}' asks for '{refusal}', which no CIFAR file needs and which could run a program. "
             f"It was not opened. {_AGAIN}"
         ) from None
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be read: {error.strerror}. {_AGAIN}") from None
     except Exception as error:  # a damaged pickle makes its reader raise almost anything
         raise UserError(f"'{path}' is damaged, or no CIFAR file ({type(error).__name__}: {error}). {_AGAIN}") from None
+
+
+def _check_steps(data: bytes) -> None:
+    """Refuse a pickle that would take far more memory than it has bytes: every step may make an object, and where a
+    step says under which number to keep something, there is room made for all numbers below."""
+    for step, (operation, argument, _) in enumerate(pickletools.genops(data)):
+        if step > _MOST_STEPS or (operation.name in ("PUT", "LONG_BINPUT") and (argument or 0) > step):
+            raise ValueError("it asks for too much memory")
 
 
 class _Refused(Exception):  # noqa: N818
@@ -93,18 +119,30 @@ class _ArraysOnly(pickle.Unpickler):
     """Reads containers, text, numbers and NumPy arrays of numbers. Not even NumPy's own code is called on the way:
     the few names that an array's pickle mentions are bound to the stand-ins below, and all others are refused."""
 
+    def __init__(self, file: io.BytesIO, encoding: str) -> None:
+        super().__init__(file, encoding=encoding)
+        self.encoded: dict[str, bytes] = {}
+
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("_codecs", "encode"):
+            return self._encode
         stand_in = _STAND_INS.get((module.replace("numpy._core", "numpy.core"), name))
         if stand_in is None:
             raise _Refused(f"{module}.{name}")
         return stand_in
 
+    def _encode(self, text: str, _: str) -> bytes:
+        """How pickles for Python 2 spell bytes. The same text gives the same object, however often it is asked for."""
+        return self.encoded.setdefault(text, text.encode("latin1"))
+
 
 class _Type:
     """Stands in for numpy.dtype."""
 
-    def __init__(self, code: str, *_: object) -> None:
-        self.dtype = np.dtype(str(code))
+    def __init__(self, code: object, *_: object) -> None:
+        if not isinstance(code, str):
+            raise ValueError("an array of an unknown type")
+        self.dtype = np.dtype(code)
         if self.dtype.kind not in "uif":
             raise ValueError(f"an array of type {code}")
 
@@ -134,16 +172,11 @@ def _whole_array(data: Any, kind: _Type, shape: tuple[int, ...], order: str = "C
     return array
 
 
-def _encode(text: str, _: str) -> bytes:
-    return text.encode("latin1")  # how pickles for Python 2 spell bytes
-
-
 _STAND_INS: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Type,
     ("numpy.core.multiarray", "_reconstruct"): _begin_array,
     ("numpy.core.numeric", "_frombuffer"): _whole_array,
-    ("_codecs", "encode"): _encode,
 }
 
 
@@ -166,12 +199,9 @@ class StlSource(ImageSource):
 
     def image(self, index: int) -> torch.Tensor:
         path, position = self._locate(index)
-        try:
-            with open(path, "rb") as file:
-                file.seek(position * _STL_BYTES)
-                data = file.read(_STL_BYTES)
-        except OSError as error:
-            raise BadImage(f"cannot be read ({error.strerror})") from None
+        with open_regular(path, most=sys.maxsize) as file:
+            file.seek(position * _STL_BYTES)
+            data = file.read(_STL_BYTES)
         if len(data) < _STL_BYTES:
             raise BadImage("truncated file")
         columns = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(_STL_SHAPE)  # [3, W, H]
@@ -183,7 +213,8 @@ class StlSource(ImageSource):
 
 
 def _stl_count(path: str) -> int:
-    count, rest = divmod(os.path.getsize(path), _STL_BYTES)
+    with _told_as_user_error(path), open_regular(path, most=sys.maxsize) as file:
+        count, rest = divmod(os.fstat(file.fileno()).st_size, _STL_BYTES)
     if rest:
         raise UserError(f"'{path}' is cut off in the middle of an image. {_AGAIN}")
     return count
@@ -211,11 +242,12 @@ def _stl_labelled(folder: str, part: str) -> StlSource | None:
     if not os.path.exists(images) or not os.path.exists(labels):
         return None
     names = os.path.join(folder, "class_names.txt")
-    numbers = np.fromfile(labels, dtype=np.uint8).astype(np.int64) - 1  # [N]; counted from 1 in the file
+    with _told_as_user_error(labels):
+        numbers = np.frombuffer(read_bytes(labels), dtype=np.uint8).astype(np.int64) - 1  # [N]; counted from 1
     classes: tuple[str, ...] = tuple(str(number) for number in range(1, 11))
     if os.path.exists(names):
-        with open(names, encoding="utf-8") as file:
-            classes = tuple(file.read().split())
+        with _told_as_user_error(names):
+            classes = tuple(printable(word) for word in read_bytes(names).split())
     if len(numbers) != _stl_count(images) or (numbers < 0).any() or (numbers >= len(classes)).any():
         raise UserError(f"The labels in '{labels}' do not fit the images in '{images}'. {_AGAIN}")
     return StlSource([images], numbers, classes)

@@ -12,8 +12,8 @@ and lower edge: xmin - 1, ymin - 1, xmax, ymax. The whole image is (0, 0, width,
 
 An annotation that cannot be understood stops the program with the name of the file, before anything is trained on it.
 What is merely wrong in it is put right and counted: boxes that reach outside the image are cut, those without any area
-in it are dropped, and masks of another size than their image are left out. Images without objects stay: they are
-examples of nothing.
+in it are dropped (the image still shows their classes), and masks of another size than their image are left out. Images
+without objects stay: they are examples of nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 from xml.etree import ElementTree
 from xml.parsers import expat
 
@@ -35,6 +36,7 @@ from co2.data.folder import FileSource
 from co2.data.source import BadImage, in_words, printable
 from co2.errors import UserError, did_you_mean
 
+T = TypeVar("T")
 VOC_CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
@@ -55,6 +57,8 @@ class Objects:
     labels: np.ndarray  # [M] int64: places in the list of classes
     difficult: np.ndarray  # [M] bool: neither right nor wrong to find
     truncated: np.ndarray  # [M] bool: part of the object is outside the image
+    dropped_labels: np.ndarray  # [D] int64: of objects whose box has no area in the image, so that no box is kept
+    dropped_difficult: np.ndarray  # [D] bool
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,17 @@ class VocDetection:
         """Which classes an image shows, int8 [N, classes]: 1 yes, -1 no, 0 only as difficult objects (not judged)."""
         labels = np.full((len(self.objects), len(self.classes)), -1, dtype=np.int8)
         for row, objects in zip(labels, self.objects, strict=True):
-            row[objects.labels[objects.difficult]] = 0
-            row[objects.labels[~objects.difficult]] = 1
+            # It takes no sound box to say that an image shows something.
+            shown = np.concatenate([objects.labels, objects.dropped_labels])  # [M + D]
+            difficult = np.concatenate([objects.difficult, objects.dropped_difficult])  # [M + D]
+            row[shown[difficult]] = 0
+            row[shown[~difficult]] = 1
         return labels
+
+    def box_counts(self) -> dict[str, int]:
+        """For the record: boxes that are used, those of them that were cut, and those that were dropped."""
+        kept = sum(len(objects.labels) for objects in self.objects)
+        return {"kept": kept, "cut": self.clipped, "dropped": self.dropped}
 
 
 @dataclass(frozen=True)
@@ -140,13 +152,13 @@ def read_detection(path: str | os.PathLike[str], *splits: str) -> list[VocDetect
 def read_segmentation(path: str | os.PathLike[str], *splits: str) -> list[VocSegmentation]:
     """The images and masks of splits such as "train_aug2012" and "val2012"; see `read_detection`.
 
-    Class names come from the annotations, where there are any: VOC's twenty, or in alphabetical order if they are
-    others. The masks count them from 1.
+    Masks have numbers for classes, and count them from 1 in alphabetical order. The names are VOC's twenty where the
+    annotations have no others, or where there are none, and else all that the annotations of the splits' years have:
+    a class that no image of the splits shows has its number all the same.
     """
     found = [_named_images(os.fspath(path), split, "Segmentation") for split in splits]
-    annotated = [[image for image in images if os.path.isfile(image.annotation)] for images in found]
-    annotations = [_read_annotations(images) for images in annotated]
-    classes = _class_list(thing.name for split in annotations for image in split for thing in image)
+    years = sorted({image.year_folder for images in found for image in images})
+    classes = _class_list(name for folder in years for name in _annotated_names(folder))
     return [_segmentation(os.fspath(path), images, ("background", *classes)) for images in found]
 
 
@@ -283,13 +295,32 @@ def _read_annotations(images: list[_Place]) -> list[list[_Thing]]:
     return [_things(image.annotation) for image in images]
 
 
+def _annotated_names(year_folder: str) -> Iterator[str]:
+    """The name of each object in all annotations of a year, whatever split they belong to."""
+    folder = os.path.join(year_folder, "Annotations")
+    try:
+        files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    except OSError as error:
+        raise UserError(
+            f"The folder '{printable(folder)}' cannot be read: {error.strerror}. Make it readable."
+        ) from None
+    for file in files:
+        if file.endswith(".xml") and not file.startswith("."):  # some systems put hidden files of the same name beside
+            yield from _understood(os.path.join(folder, file), _name)
+
+
 def _things(path: str) -> list[_Thing]:
+    return _understood(path, _thing)
+
+
+def _understood(path: str, read: Callable[[ElementTree.Element], T]) -> list[T]:
+    """What `read` makes of each object in an annotation."""
     try:
         with open(path, "rb") as file:
             data = file.read(_MOST_XML_BYTES + 1)
         if len(data) > _MOST_XML_BYTES:
             raise ValueError(f"it is larger than {_MOST_XML_BYTES // 2**20} MiB")
-        return [_thing(element) for element in _parse_without_declarations(data).findall("object")]
+        return [read(element) for element in _parse_without_declarations(data).findall("object")]
     except (OSError, ValueError, expat.ExpatError) as error:
         raise UserError(f"The annotation '{printable(path)}' is not understood: {in_words(error)}.") from None
 
@@ -318,16 +349,21 @@ def _ends(builder: ElementTree.TreeBuilder) -> Callable[[str], None]:
     return end
 
 
-def _thing(element: ElementTree.Element) -> _Thing:
+def _name(element: ElementTree.Element) -> str:
     name = (element.findtext("name") or "").strip()
     if not name:
         raise ValueError("an object has no name")
+    return printable(name)
+
+
+def _thing(element: ElementTree.Element) -> _Thing:
+    name = _name(element)
     corners = [element.findtext(f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")]
     if None in corners:
         raise ValueError(f"an object ({name}) has no bndbox with xmin, ymin, xmax and ymax")
     left, top, right, bottom = (float(text or "") for text in corners)  # VOC 2012 has a few that are not whole
     flags = [(element.findtext(flag) or "0").strip() == "1" for flag in ("difficult", "truncated")]
-    return _Thing(printable(name), (left, top, right, bottom), *flags)
+    return _Thing(name, (left, top, right, bottom), *flags)
 
 
 def _class_list(names: Iterable[str]) -> tuple[str, ...]:
@@ -365,24 +401,28 @@ def _detection(
 
 def _objects(things: list[_Thing], numbers: dict[str, int], width: int, height: int, tally: _Tally) -> Objects:
     kept: list[tuple[_Thing, list[float]]] = []
+    dropped: list[_Thing] = []
     for thing in things:
         left, top, right, bottom = thing.corners
         exact = [left - 1, top - 1, right, bottom]
         if not all(map(math.isfinite, exact)):
-            tally.dropped += 1
+            dropped.append(thing)
             continue
         inside = [min(max(number, 0.0), float(limit)) for number, limit in zip(exact, (width, height) * 2, strict=True)]
         if inside[0] >= inside[2] or inside[1] >= inside[3]:
-            tally.dropped += 1
+            dropped.append(thing)
             continue
         # Up to a pixel is the rounding of resized annotations, or of tools that count from 0: cut, not worth a word.
         tally.clipped += max(abs(one - other) for one, other in zip(inside, exact, strict=True)) > 1
         kept.append((thing, inside))
+    tally.dropped += len(dropped)
     return Objects(
         np.array([box for _, box in kept], dtype=np.float32).reshape(-1, 4),
         np.array([numbers[thing.name] for thing, _ in kept], dtype=np.int64),
         np.array([thing.difficult for thing, _ in kept], dtype=bool),
         np.array([thing.truncated for thing, _ in kept], dtype=bool),
+        np.array([numbers[thing.name] for thing in dropped], dtype=np.int64),
+        np.array([thing.difficult for thing in dropped], dtype=bool),
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import resource
+import signal
 import socket
 import struct
 import zipfile
@@ -29,6 +31,40 @@ TRUNCATED = "truncated file"
 TOO_MANY_PIXELS = "more than 128 million pixels"
 NOT_REGULAR = "not a regular file"
 DAMAGED = r"damaged file \(.*\)"
+
+
+def in_bounds(act: Callable[[], object]) -> str:
+    """What something returns, or how it is refused, in a copy of this process that has ten seconds and another GiB."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            if os.path.exists("/proc/self/status"):  # Linux tells how much memory was taken
+                with open("/proc/self/status") as file:
+                    data = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
+                resource.setrlimit(resource.RLIMIT_DATA, (data + 2**30, data + 2**30))
+            try:
+                said = str(act())
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+            os.write(writing, said.encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as file:
+        said = file.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "it hangs, or was ended"
+    return said
+
+
+def make_pipe(path: str | os.PathLike[str]) -> None:
+    os.mkfifo(path)
+
+
+def make_endless(path: str | os.PathLike[str]) -> None:
+    os.symlink("/dev/zero", path)
 
 
 @dataclass(frozen=True)

@@ -89,11 +89,14 @@ def test_one_folder_or_images_at_the_top_make_no_labels(tmp_path: Path, extra: t
     source = folder_source(str(tmp_path))
     assert source.labels is None
     assert source.classes == ()
+    assert source.only_folder == ("" if extra else "only")
 
 
 def test_images_beside_two_folders_make_no_labels(tmp_path: Path) -> None:
     put(tmp_path, "cat/1.png", "dog/2.png", "stray.png")
-    assert folder_source(str(tmp_path)).labels is None
+    source = folder_source(str(tmp_path))
+    assert source.labels is None
+    assert source.only_folder == ""
 
 
 def test_known_classes_give_the_numbering(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ import signal
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hostile import in_bounds, make_endless, make_pipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -360,6 +362,24 @@ def test_a_damaged_or_forged_index_is_made_anew(shards: Path, damage: str) -> No
     assert path.read_bytes() == good
 
 
+@pytest.mark.parametrize("make", [make_pipe, make_endless])
+def test_an_index_that_never_ends_is_made_anew(shards: Path, make: Callable[[Path], None]) -> None:
+    path = shards / ".train-000000.tar.index"
+    good = path.read_bytes()
+    path.unlink()
+    make(path)
+    assert in_bounds(lambda: len(open_data(str(shards)).train)) == "50"
+    assert not path.is_symlink()
+    assert path.read_bytes() == good
+
+
+def test_a_long_head_of_an_index_is_not_looked_at() -> None:
+    data = tar({"a.jpg": b"x" * 100})
+    line, body = index_to_bytes(build_index(reader(data), len(data)), len(data), "stamp").split(b"\n", 1)
+    assert index_from_bytes(line + b" " * 1000 + b"\n" + body, len(data), "stamp") is not None
+    assert index_from_bytes(line + b" " * 100_000 + b"\n" + body, len(data), "stamp") is None
+
+
 def test_an_index_never_points_outside_its_shard() -> None:
     data = tar({"a.jpg": b"x" * 100})
     index = build_index(reader(data), len(data))
@@ -550,6 +570,15 @@ def test_classes_that_do_not_fit_are_told_plainly(shards: Path, text: str) -> No
         open_data(str(shards))
 
 
+@pytest.mark.parametrize("make", [make_pipe, make_endless])
+def test_classes_that_never_end_are_told_plainly(shards: Path, make: Callable[[Path], None]) -> None:
+    (shards / "classes.json").unlink()
+    make(shards / "classes.json")
+    assert re.match(
+        r"UserError: .*classes\.json' is not a list .* Repair it", in_bounds(lambda: open_data(str(shards)))
+    )
+
+
 def test_without_names_classes_are_called_by_their_numbers(shards: Path) -> None:
     (shards / "classes.json").unlink()
     assert open_data(str(shards)).train.classes == ("0", "1", "2")
@@ -617,6 +646,77 @@ def test_an_interrupted_writer_goes_on_where_it_was(tmp_path: Path, settings: di
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
     assert len(list((tmp_path / "whole").glob("*.tar"))) == len(list((tmp_path / "out").glob("*.tar"))) == again.shards
     assert write_shards(tmp_path / "in", tmp_path / "out", **settings).shards == again.shards  # nothing left to do
+
+
+def stop_at(image: int) -> Callable[[int, int], None]:
+    def progress(done: int, total: int) -> None:
+        if done == image:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_images_that_changed_meanwhile_are_refused(tmp_path: Path) -> None:
+    source = pictures(tmp_path / "in", 9)
+    with pytest.raises(KeyboardInterrupt):
+        write_shards(source, tmp_path / "out", count=3, progress=stop_at(4))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert "train-000000.tar" in before
+    (source / "0000.PNG").rename(source / "9999.PNG")  # as many as before
+    with pytest.raises(UserError, match=r"from other images .* on the data as they were then"):
+        write_shards(source, tmp_path / "out", count=3)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    (source / "9999.PNG").rename(source / "0000.PNG")
+    assert write_shards(source, tmp_path / "out", count=3).images == 9
+
+
+def test_shards_that_an_earlier_version_began_are_gone_on_with(tmp_path: Path) -> None:
+    source, manifest = pictures(tmp_path / "in", 9), tmp_path / "out" / "shards.json"
+    with pytest.raises(KeyboardInterrupt):
+        write_shards(source, tmp_path / "out", count=3, progress=stop_at(4))
+    begun = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({name: value for name, value in begun.items() if name != "names"}))
+    assert write_shards(source, tmp_path / "out", count=3).images == 9
+    assert json.loads(manifest.read_text()) == begun
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_endless])
+def test_a_manifest_that_never_ends_is_told_plainly(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    source = pictures(tmp_path / "in", 4)
+    (tmp_path / "out").mkdir()
+    make(tmp_path / "out" / "shards.json")
+    assert re.match("UserError: .*name a new folder", in_bounds(lambda: write_shards(source, tmp_path / "out")))
+
+
+def test_two_processes_do_not_write_to_the_same_folder(tmp_path: Path) -> None:
+    pictures(tmp_path / "in", 4)
+    told, tell = os.pipe()
+    wait, release = os.pipe()
+
+    def hold(done: int, total: int) -> None:
+        os.write(tell, b".")
+        os.read(wait, 1)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            write_shards(tmp_path / "in", tmp_path / "out", count=2, progress=hold)
+        finally:
+            os._exit(0)
+    os.read(told, 1)
+    try:
+        with pytest.raises(UserError, match="Another process is writing"):
+            write_shards(tmp_path / "in", tmp_path / "out", count=2)
+        assert (tmp_path / "out" / "train-000000.tar.writing").is_file()
+    finally:
+        os.write(release, b"." * 100)
+        os.waitpid(child, 0)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.name[0] != ".") == [
+        "shards.json",
+        "train-000000.tar",
+        "train-000001.tar",
+    ]
+    assert write_shards(tmp_path / "in", tmp_path / "out", count=2).images == 4
 
 
 def test_what_lies_in_the_destination_is_never_touched(tmp_path: Path) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hostile import in_bounds, make_endless, make_pipe
 from torchvision.datasets import CIFAR10, STL10
 
 from co2.data.open import DataSplits, open_data
-from co2.data.source import ImageSource
+from co2.data.source import BadImage, ImageSource
 from co2.data.torchvision_layouts import find_layout
 from co2.errors import UserError
 
@@ -167,8 +169,50 @@ def test_a_damaged_and_a_missing_batch(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data_batch_4' is damaged"):
         open_data(str(folder))
     (folder / "data_batch_4").unlink()
-    with pytest.raises(UserError, match=r"data_batch_4' cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"data_batch_4' cannot be read: the file does not exist"):
         open_data(str(folder))
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_endless])
+@pytest.mark.parametrize("name", ["batches.meta", "data_batch_2", "test_batch"])
+def test_a_cifar_file_that_never_ends(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+    folder = make_cifar10(tmp_path)
+    (folder / name).unlink()
+    make(folder / name)
+    said = in_bounds(lambda: open_data(str(folder)))
+    assert said.endswith(f"{name}' cannot be read: not a regular file. Download and unpack the data set again.")
+
+
+def billion_laughs() -> list:
+    words: list = ["ha"]
+    for _ in range(12):
+        words = [words] * 10
+    return words
+
+
+@pytest.mark.parametrize(
+    ("name", "stream"),
+    [
+        ("data_batch_2", b"\x80\x02}r\xff\xff\xff\x7f."),  # to be kept under number 2**31 - 1
+        ("data_batch_2", b"}p2147483647\n."),
+        ("data_batch_2", b"(" + b"]" * 30_000_000 + b"l."),  # a list of thirty million lists
+        (
+            "data_batch_2",  # a thousand times the bytes of one long text
+            b"\x80\x02(c_codecs\nencode\nq\x05X\x00\x00\x80\x00" + b"x" * 2**23 + b"q\x06X\x01\x00\x00\x00xq\x07"
+            b"00" + b"h\x05h\x06h\x07\x86R" * 1000 + b"l.",
+        ),
+        ("data_batch_2", pickle.dumps(np.dtype, 2)[:-1] + pickle.dumps((billion_laughs(),), 2)[2:-1] + b"R."),
+        ("batches.meta", pickle.dumps({"label_names": billion_laughs()}, 2)),
+    ],
+    ids=["memo", "memo in text", "steps", "copies", "type", "names"],
+)
+def test_a_pickle_that_asks_for_too_much_memory(tmp_path: Path, name: str, stream: bytes) -> None:
+    folder = make_cifar10(tmp_path)
+    (folder / name).write_bytes(stream)
+    said = in_bounds(lambda: open_data(str(folder)))
+    assert said.startswith("UserError: ")
+    assert said.endswith("Download and unpack the data set again.")
+    assert "MemoryError" not in said
 
 
 def test_two_data_sets_in_one_folder(tmp_path: Path) -> None:
@@ -238,6 +282,32 @@ def test_stl10_without_its_unlabelled_part_and_without_labels(tmp_path: Path) ->
     (folder / "train_X.bin").unlink()
     with pytest.raises(UserError, match=r"neither unlabeled_X\.bin nor train_X\.bin"):
         open_data(str(folder))
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_endless])
+@pytest.mark.parametrize("name", ["unlabeled_X.bin", "train_X.bin", "test_y.bin", "class_names.txt"])
+def test_an_stl10_file_that_never_ends(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+    folder, _ = make_stl10(tmp_path)
+    (folder / name).unlink()
+    make(folder / name)
+    said = in_bounds(lambda: open_data(str(folder)))
+    assert said.endswith(f"{name}' cannot be read: not a regular file. Download and unpack the data set again.")
+
+
+def test_an_stl10_file_that_is_exchanged_for_a_pipe(tmp_path: Path) -> None:
+    folder, _ = make_stl10(tmp_path)
+    source = open_data(str(folder)).train
+    (folder / "unlabeled_X.bin").unlink()
+    make_pipe(folder / "unlabeled_X.bin")
+    assert in_bounds(lambda: source.image(0)) == f"{BadImage.__name__}: not a regular file"
+
+
+def test_stl10_class_names_that_are_no_text(tmp_path: Path) -> None:
+    folder, _ = make_stl10(tmp_path)
+    (folder / "class_names.txt").write_bytes(b"\xff " + " ".join(WORDS[1:]).encode())
+    bank = open_data(str(folder)).bank
+    assert bank is not None
+    assert bank.classes == ("\\udcff", *WORDS[1:])
 
 
 def test_stl10_that_is_cut_off_or_does_not_fit(tmp_path: Path) -> None:

@@ -130,6 +130,20 @@ def test_boxes_outside_the_image_are_cut_or_dropped_and_counted(tmp_path):
     (data,) = read_detection(tmp_path, "train2012")
     assert data.objects[0].boxes.tolist() == [[0, 3, 12, 30], [9, 9, 10, 10], [0, 0, 40, 30]]
     assert (data.clipped, data.dropped) == (1, 4)
+    assert data.box_counts() == {"kept": 3, "cut": 1, "dropped": 4}
+
+
+def test_an_image_shows_what_is_in_it_even_where_no_box_is_kept(tmp_path):
+    objects = {
+        "a": [("dog", 41, 1, 60, 10), ("cat", 10, 10, 9, 20, 1), ("cow", "nan", 1, 2, 2, 1), ("cow", 1, 1, 9, 9)],
+        "b": [],
+    }
+    write_year(tmp_path, 2012, {"train": ["a", "b"]}, objects=objects)
+    (data,) = read_detection(tmp_path, "train2012")
+    shown = {name: row for name, row in zip(VOC_CLASSES, data.image_labels()[0].tolist(), strict=True) if row >= 0}
+    assert shown == {"dog": 1, "cat": 0, "cow": 1}  # only a difficult cat, and a difficult cow beside one that counts
+    assert [data.classes[label] for label in data.objects[0].labels] == ["cow"]  # nothing to be found but this
+    assert (data.image_labels()[1] == -1).all()
 
 
 def test_classes_that_only_a_later_split_has(tmp_path):
@@ -139,6 +153,33 @@ def test_classes_that_only_a_later_split_has(tmp_path):
     assert train.classes == val.classes == ("ant", "zebra")
     assert train.objects[0].labels.tolist() == [1]
     assert val.objects[0].labels.tolist() == [0, 1]
+
+
+def test_masks_number_the_classes_of_all_annotations(tmp_path):
+    objects = {"a": [("zebra", 1, 1, 9, 9)], "b": [("cat", 1, 1, 9, 9)], "c": [("ant", 1, 1, 9, 9)]}
+    masks = {"a": np.full((30, 40), 3, dtype=np.uint8)}
+    splits = {"train": ["a"], "val": ["b"], "test": ["c"]}  # nobody asks for the last one
+    folder = write_year(tmp_path, 2012, splits, objects=objects, masks=masks)
+    (folder / "Annotations" / "._a.xml").write_bytes(b"hidden, and not XML")
+    (folder / "Annotations" / "notes.txt").write_text("not XML either")
+    train, val = read_segmentation(tmp_path, "train2012", "val2012")
+    assert train.classes == val.classes == ("background", "ant", "cat", "zebra")
+    assert (train.mask(0) == train.classes.index("zebra")).all()
+    without_box = "<annotation><object><name>bee</name></object></annotation>"  # masks do without
+    (folder / "Annotations" / "c.xml").write_text(without_box)
+    assert read_segmentation(tmp_path, "train2012")[0].classes == ("background", "bee", "cat", "zebra")
+    (folder / "Annotations" / "c.xml").write_text("<annotation>")
+    with pytest.raises(UserError, match=r"c\.xml' is not understood"):
+        read_segmentation(tmp_path, "train2012")
+    shutil.rmtree(folder / "Annotations")
+    assert read_segmentation(tmp_path, "train2012")[0].classes == ("background", *VOC_CLASSES)
+
+
+def test_masks_of_one_year_do_not_number_the_classes_of_another(tmp_path):
+    write_year(tmp_path, 2012, {"train": ["a"]}, objects={"a": [("zebra", 1, 1, 9, 9)]})
+    write_year(tmp_path, 2007, {"train": ["b"]}, objects={"b": [("ant", 1, 1, 9, 9)]})
+    assert read_segmentation(tmp_path, "train2012")[0].classes == ("background", "zebra")
+    assert read_segmentation(tmp_path, "train07+12")[0].classes == ("background", "ant", "zebra")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])

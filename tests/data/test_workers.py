@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
+import time
 
 import pytest
 import torch
@@ -95,3 +97,37 @@ def test_a_worker_that_is_killed_with_a_lock_in_its_hands_is_replaced(tmp_path):
     process.join()
     assert process.exitcode == 0
     assert (tmp_path / "it happened").exists()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_nothing_is_drawn_from_the_generator_that_networks_draw_from(tmp_path, workers):
+    before = torch.get_rng_state()
+    list(results_of(Doubled(tmp_path), [[1], [2]], workers))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def made_of(number):
+    return torch.full((1000,), number)
+
+
+def test_the_workers_of_a_killed_process_clear_up(tmp_path):
+    """Each has a folder with a socket, by which it hands over tensors."""
+    seen = tmp_path / "there was one"
+
+    def body():
+        tempfile.tempdir = str(tmp_path)
+        for number, _ in enumerate(results_of(made_of, range(1000), 2)):
+            if number == 20:
+                if list(tmp_path.glob("pymp-*")):
+                    seen.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=body)
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
+    assert seen.exists()
+    deadline = time.monotonic() + 30
+    while list(tmp_path.glob("pymp-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("pymp-*"))
