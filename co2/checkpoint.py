@@ -6,6 +6,7 @@ Nothing that could execute code is ever loaded: `weights_only=True` for checkpoi
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -13,8 +14,10 @@ import math
 import os
 import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
@@ -32,6 +35,8 @@ CONFIG = "config.json"
 BACKBONE = "backbone.safetensors"
 CHECKPOINTS = "checkpoints"
 CHECKSUM = ".sha256"
+DAMAGED = ".damaged"  # after the name of a checkpoint that was passed over
+WRITING = ".writing"  # after the name of a file that is not whole yet
 KEPT = 3  # checkpoints that stay; older ones are removed once a newer one is safe
 
 
@@ -40,19 +45,21 @@ class CheckpointWriter:
 
     Those of every `keep_every`-th step stay for good, too, unless that is 0. `write` copies the state and returns; a
     thread of its own brings it to the disk while training goes on. What went wrong there is raised by the next `write`
-    or by `finish`.
+    or by `finish`. Every checkpoint has what is `the_same` throughout the run beside its state.
     """
 
-    def __init__(self, run: Path, keep_every: int = 0) -> None:
+    def __init__(self, run: Path, keep_every: int = 0, the_same: Mapping[str, Any] | None = None) -> None:
         self.run = run
         self.keep_every = keep_every
+        self.the_same = the_same or {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
 
     def write(self, state: Mapping[str, Any], step: int) -> None:
         """Bring `state`, as it is now, to the disk. Waits only for an earlier one that is still on its way."""
         self.finish()
-        self._pending = self._thread.submit(write_checkpoint, self.run, _copy_to_cpu(state), step, self.keep_every)
+        whole = {**self.the_same, **_copy_to_cpu(state)}
+        self._pending = self._thread.submit(write_checkpoint, self.run, whole, step, self.keep_every)
 
     def finish(self) -> None:
         """Wait until everything is safe on the disk."""
@@ -68,7 +75,7 @@ class CheckpointWriter:
 def write_checkpoint(run: Path, state: Mapping[str, Any], step: int, keep_every: int = 0) -> Path:
     """Write checkpoints/step-N.pt and its checksum, and remove all but the last few and each `keep_every`-th step's."""
     folder = run / CHECKPOINTS
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone cannot be made up for
     path = folder / f"step-{step:09d}.pt"
     digest = hashlib.sha256()
 
@@ -88,7 +95,9 @@ def write_checkpoint(run: Path, state: Mapping[str, Any], step: int, keep_every:
         write_atomically(path.with_suffix(CHECKSUM), lambda file: file.write(text.encode()))
 
     write_atomically(path, save_and_sum, before_rename=sum_is_known)
-    for old in checkpoints(run)[:-KEPT]:
+    # Later ones are not this run's, which has just come here; they must not push out what it has written.
+    up_to_here = [one for one in checkpoints(run) if _step_of(one) <= step]
+    for old in up_to_here[:-KEPT]:
         if keep_every and _step_of(old) % keep_every == 0:
             continue
         old.unlink()
@@ -98,28 +107,73 @@ def write_checkpoint(run: Path, state: Mapping[str, Any], step: int, keep_every:
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run folder, the newest last."""
-    named = [path for path in (run / CHECKPOINTS).glob("step-*.pt") if re.fullmatch(r"step-\d+\.pt", path.name)]
-    return sorted(named, key=_step_of)
+    return sorted((path for path in _listed(run) if re.fullmatch(r"step-\d+\.pt", path.name)), key=_step_of)
+
+
+def _listed(run: Path) -> list[Path]:
+    """What lies where a run's checkpoints do."""
+    folder = run / CHECKPOINTS
+    try:
+        return [folder / name for name in os.listdir(folder)]
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            return []
+        # To go on as if there were none would be to start again.
+        raise RunError(f"{folder} cannot be read: {error.strerror}. Make it readable, and try again.") from error
 
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.stem.removeprefix("step-"))
 
 
-def newest_sound_checkpoint(run: Path, say: Callable[[str], object]) -> dict[str, Any] | None:
-    """The state of the newest checkpoint that is whole; damaged ones are named on the way. None if there is none."""
+def remove_unfinished(run: Path) -> None:
+    """Remove what a process that was killed while it wrote a checkpoint has left behind."""
+    for path in _listed(run):
+        if path.suffix == WRITING or (path.suffix == CHECKSUM and not path.with_suffix(".pt").exists()):
+            path.unlink()
+
+
+def newest_sound_checkpoint(
+    run: Path, say: Callable[[str], object], take_up: Callable[[dict[str, Any]], object] = lambda state: None
+) -> dict[str, Any] | None:
+    """The state of the newest checkpoint that is whole, None if there is none.
+
+    Damaged ones are named on the way, and put aside under another name once there is a sound one to go on from.
+    `take_up` gets the state, and may fail in any way on one that it cannot do anything with: it is damaged then, too.
+    """
     found = checkpoints(run)
-    for path in reversed(found):
+    for place, path in reversed([*enumerate(found)]):
         try:
-            return read_checkpoint(path)
+            state = read_checkpoint(path)
+            _try(path, take_up, state)
         except DamagedCheckpoint as damage:
             say(f"{damage} Trying the one before it.")
+            continue
+        for damaged in found[place + 1 :]:
+            _put_aside(damaged)
+            say(f"{damaged.name} is called {damaged.name}{DAMAGED} from now on, and may be deleted.")
+        return state
     if found:
         raise RunError(
-            f"All {len(found)} checkpoints in {run / CHECKPOINTS} are damaged, so the run cannot go on. Start it again "
-            "with another --out."
+            f"None of the checkpoints in {run / CHECKPOINTS} is sound ({len(found)} tried), so the run cannot go on. "
+            "Start it again with another --out."
         )
     return None
+
+
+def _put_aside(checkpoint: Path) -> None:
+    for file in (checkpoint, checkpoint.with_suffix(CHECKSUM)):
+        with suppress(FileNotFoundError):  # not every checkpoint has a checksum
+            file.rename(file.with_name(file.name + DAMAGED))
+
+
+def _try(path: Path, take_up: Callable[[dict[str, Any]], object], state: dict[str, Any]) -> None:
+    try:
+        take_up(state)
+    except (UserError, torch.cuda.OutOfMemoryError):
+        raise  # no fault of the checkpoint's
+    except Exception as error:  # what lacks a part, or has another in its place, can fail in any way
+        raise DamagedCheckpoint(f"{path} is damaged: it lacks something that this run needs to go on.") from error
 
 
 class DamagedCheckpoint(UserError):  # noqa: N818 - it names the file, not the program, as what is wrong
@@ -132,7 +186,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if checksum.is_file():
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != checksum.read_text().split()[0]:
+        if checksum.read_text(errors="replace").split()[:1] != [digest]:
             raise DamagedCheckpoint(f"{path} is damaged: its checksum is not the one it was written with.")
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
@@ -180,7 +234,7 @@ def write_atomically(
     path: Path, write: Callable[[BinaryIO], object], before_rename: Callable[[Path], object] | None = None
 ) -> None:
     """Write a file so that it is either there as a whole or not at all, even if the power fails."""
-    temporary = path.with_name(path.name + ".writing")
+    temporary = path.with_name(path.name + WRITING)
     try:
         with open(temporary, "wb") as file:
             write(file)
@@ -227,14 +281,21 @@ def load_backbone(run: str | Path, classes: int = 0) -> nn.Module:
     name, view_size = description["backbone"], int(description["view_size"])
     backbone = build_backbone(name, stem=stem, view_size=view_size)
     try:
-        backbone.load_state_dict(weights)
+        load_weights(backbone, weights)
     except RuntimeError as error:
         raise UserError(f"{run} does not fit {name}. {error}") from error
     if not classes:
         return backbone
     with_classifier = build_backbone(name, stem=stem, view_size=view_size, classes=classes)
-    with_classifier.load_state_dict(weights, strict=False)  # all but the new classifier, as the strict load has shown
+    load_weights(with_classifier, weights, strict=False)  # all but the new classifier, as the strict load has shown
     return with_classifier
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
+    """Load weights that are of this very version of the model, which plain tensors do not say, and some models ask."""
+    state = OrderedDict(weights)
+    state._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
+    module.load_state_dict(state, strict=strict)
 
 
 def read_backbone(run: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -5,20 +5,29 @@ Each command imports what it needs when it runs, so that help and mistakes are a
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import io
-import os
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
 
-import tyro
+_INTERRUPTED = "co2: interrupted."
 
-from co2.errors import UserError, did_you_mean
-from co2.machine import read_launch
+try:
+    import contextlib
+    import dataclasses
+    import io
+    import os
+    import shlex
+    import signal
+    from collections.abc import Callable, Iterator, Sequence
+    from dataclasses import dataclass
+    from typing import Annotated, Literal
+
+    import tyro
+
+    from co2.engine.audience import lasting_output
+    from co2.errors import UserError, did_you_mean
+    from co2.machine import read_launch
+except KeyboardInterrupt:  # so early that `main` is not there yet
+    print(_INTERRUPTED, file=sys.stderr)
+    sys.exit(130)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,18 +35,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text that can be printed
+    with lasting_output():
+        try:
+            return _dispatch(words)
+        except UserError as error:
+            if _speaks():  # of many processes with the same mistake
+                print(f"co2: {error}", file=sys.stderr)
+            return error.exit_code
+        except KeyboardInterrupt:
+            print(_INTERRUPTED, file=sys.stderr)
+            return 130
+
+
+def _speaks() -> bool:
+    """Whether this is the process that prints; any one is if the launcher's numbering is the mistake."""
     try:
-        return _dispatch(words)
-    except UserError as error:
-        if read_launch().is_first:  # of many processes with the same mistake
-            print(f"co2: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        print("co2: interrupted.", file=sys.stderr)
-        return 130
+        return read_launch().is_first
+    except UserError:
+        return True
 
 
 def _dispatch(words: list[str]) -> int:
@@ -91,7 +106,8 @@ def _pretrain(words: list[str]) -> int:
         console_outputs=read_launch().is_first,
     )
 
-    from co2.engine.pretrain import Stopped, pretrain
+    with _interrupted_afterwards():
+        from co2.engine.pretrain import Stopped, pretrain
 
     try:
         run = pretrain(experiment)
@@ -105,6 +121,17 @@ def _pretrain(words: list[str]) -> int:
     print(f"    import co2\n    backbone = co2.load_backbone({str(run)!r})")
     print("    features = backbone(images)  # [N, 3, H, W] normalised images in, pooled features out\n")
     return 0
+
+
+@contextlib.contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block: half an import, whose interruption other packages may swallow, leaves
+    things behind that fail later in words of their own."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _resume_alone(words: list[str]) -> list[str]:

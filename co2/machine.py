@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -85,6 +86,8 @@ def choose_device(name: str, launch: Launch = ALONE) -> torch.device:
         raise UserError("No CUDA GPU is available to torch. Use --device cpu, or leave --device out.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"There is no {name}: this machine has {torch.cuda.device_count()} GPU(s), counted from 0.")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # streams, and questions about memory, are by default the current device's
     return device
 
 
@@ -148,6 +151,9 @@ def end_with_parent() -> None:
 
     def follow() -> None:
         parent.join()
+        sockets = getattr(multiprocessing.current_process(), "_config", {}).get("tempdir")
+        if sockets is not None:  # the folder of those by which a worker hands over tensors
+            shutil.rmtree(sockets, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()

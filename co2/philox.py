@@ -37,6 +37,8 @@ class Stream(IntEnum):
     """How keys are shuffled between the groups of batch statistics. Time: step."""
     BANK_SAMPLE = 4
     """Which rows of a memory bank serve as negatives. Time: step."""
+    LAYERS = 5
+    """What seeds the generators from which layers such as dropout draw. Time: step."""
 
 
 def philox(counter: Tensor, key: tuple[int | Tensor, int | Tensor]) -> Tensor:

@@ -15,11 +15,13 @@ from co2.checkpoint import (
     load_backbone,
     newest_sound_checkpoint,
     read_checkpoint,
+    remove_unfinished,
     save_backbone,
     write_atomically,
     write_checkpoint,
 )
 from co2.encoders.backbones import build_backbone
+from co2.errors import RunError
 
 
 def test_state_comes_back_as_it_was(tmp_path):
@@ -91,11 +93,72 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path, ho
         read_checkpoint(checkpoints(tmp_path)[-1])
     said = []
     assert newest_sound_checkpoint(tmp_path, said.append)["step"] == 1
-    assert len(said) == 1
     assert "step-000000002.pt" in said[0]
+    assert "step-000000002.pt.damaged" in said[1]
+    assert len(said) == 2
     damage(checkpoints(tmp_path)[0], how)
-    with pytest.raises(co2.UserError, match="All 2 checkpoints"):
+    with pytest.raises(co2.UserError, match=r"None of the checkpoints .* is sound \(1 tried\)"):
         newest_sound_checkpoint(tmp_path, said.append)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"12ab", b"\xff\xfe"])
+def test_a_damaged_checksum_is_a_damaged_checkpoint(tmp_path, content):
+    for step in (1, 2):
+        write_checkpoint(tmp_path, {"step": step}, step)
+    checkpoints(tmp_path)[-1].with_suffix(".sha256").write_bytes(content)
+    assert newest_sound_checkpoint(tmp_path, print)["step"] == 1
+
+
+def test_damaged_checkpoints_do_not_push_out_what_is_written_after_them(tmp_path):
+    for step in (1, 10, 20, 30):
+        write_checkpoint(tmp_path, {"step": step}, step, keep_every=1)
+    for path in checkpoints(tmp_path)[1:]:
+        damage(path, "cut")
+    assert newest_sound_checkpoint(tmp_path, print)["step"] == 1
+    assert write_checkpoint(tmp_path, {"step": 2}, 2).is_file()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000000001.pt", "step-000000002.pt"]
+    aside = [f"step-{step:09d}.{end}.damaged" for step in (10, 20, 30) for end in ("pt", "sha256")]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*.damaged")) == aside
+
+
+def test_what_was_just_written_is_never_removed(tmp_path):
+    for step in (10, 20, 30, 1):
+        assert write_checkpoint(tmp_path, {"step": step}, step).is_file()
+
+
+def test_nothing_is_put_aside_unless_there_is_something_to_go_on_from(tmp_path):
+    write_checkpoint(tmp_path, {"step": 1}, 1)
+
+    def refuse(state):
+        raise KeyError("mechanism")
+
+    with pytest.raises(RunError, match="None of the checkpoints"):
+        newest_sound_checkpoint(tmp_path, print, refuse)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000000001.pt"]
+
+
+def test_what_a_killed_write_has_left_is_removed(tmp_path):
+    write_checkpoint(tmp_path, {"step": 1}, 1)
+    kept = set((tmp_path / "checkpoints").iterdir())
+    for name in ("step-000000002.pt.writing", "step-000000002.sha256", "step-000000003.sha256.writing"):
+        (tmp_path / "checkpoints" / name).write_bytes(b"left")
+    remove_unfinished(tmp_path)
+    assert set((tmp_path / "checkpoints").iterdir()) == kept
+
+
+def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_checkpoint(tmp_path / "gone", {}, 1)
+    assert not (tmp_path / "gone").exists()
+
+
+def test_every_checkpoint_has_what_is_the_same_throughout_a_run(tmp_path):
+    writer = CheckpointWriter(tmp_path, the_same={"names": 7})
+    for step in (1, 2):
+        writer.write({"step": step}, step)
+    writer.finish()
+    writer.close()
+    assert [read_checkpoint(path) for path in checkpoints(tmp_path)] == [{"names": 7, "step": s} for s in (1, 2)]
 
 
 def test_what_is_written_in_the_background_is_the_state_of_that_moment(tmp_path):
@@ -177,6 +240,13 @@ def test_a_backbone_with_weights_missing_is_refused_by_name(tmp_path, classes):
     run = saved(tmp_path, experiment, backbone)
     with pytest.raises(co2.UserError, match=r"(?s)does not fit co2/resnet10-narrow.*layer4"):
         load_backbone(run, classes=classes)
+
+
+def test_load_backbone_of_a_model_that_asks_for_the_version_of_its_weights(tmp_path):
+    experiment = recipes.moco_v2().edit(encoder={"backbone": "torchvision/mnasnet0_5"}, views={"size": 32})
+    saved(tmp_path, experiment, build_backbone("torchvision/mnasnet0_5", view_size=32))
+    assert co2.load_backbone(tmp_path)(torch.zeros(2, 3, 32, 32)).shape == (2, 1280)
+    assert co2.load_backbone(tmp_path, classes=3)(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
 
 
 def test_load_backbone_explains_what_is_missing(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -128,3 +129,50 @@ def test_report_makes_a_page_of_any_runs(tmp_path):
 def test_bench_needs_a_gpu_and_says_so(tmp_path):
     assert "GPU" in refused("bench", "loss", "--out", tmp_path)
     assert "Did you mean 'loss'" in refused("bench", "los")
+
+
+def test_a_launcher_that_does_not_number_its_processes_is_told_plainly(tmp_path):
+    launch = {"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    words = ["pretrain", "demo-co2", "--data", "shapes:40:16", "--out", tmp_path / "run", *SMALL]
+    assert "is no number" in refused(*words, env={**os.environ, **launch})
+
+
+def test_a_reader_who_has_seen_enough_is_no_mistake():
+    command = [sys.executable, "-m", "co2.cli", "recipes"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0
+
+
+def test_nobody_needs_to_listen():
+    command = f"{shlex.quote(sys.executable)} -m co2.cli recipes >&-"
+    result = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+INTERRUPTED_IMPORT = """
+import contextlib, os, signal, sys
+
+class CtrlC:
+    def find_spec(self, name, *rest):
+        if name == sys.argv[1]:
+            with contextlib.suppress(KeyboardInterrupt) if sys.argv[2] == "swallowed" else contextlib.nullcontext():
+                os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, CtrlC())
+from co2.cli import main
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "what_happens"), [("tyro", "raised"), ("torch", "raised"), ("numpy", "raised"), ("numpy", "swallowed")]
+)
+def test_an_interruption_while_packages_are_imported_is_one(tmp_path, module, what_happens):
+    words = ["pretrain", "demo-co2", "--data", "shapes:40:16", "--out", str(tmp_path / "run"), *SMALL]
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, what_happens, *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (130, "co2: interrupted.\n")
+    assert not (tmp_path / "run").exists()

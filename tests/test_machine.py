@@ -31,6 +31,18 @@ def test_streams_get_queues_of_their_own_unless_the_user_says_otherwise(monkeypa
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == after
 
 
+@pytest.mark.parametrize(("name", "chosen"), [("cuda", []), ("cuda:0", [0]), ("cuda:1", [1])])
+def test_a_gpu_that_is_named_by_its_number_is_the_current_one_from_then_on(monkeypatch, name, chosen):
+    made_current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: made_current.append(device.index))
+    assert choose_device(name) == torch.device(name)
+    with pytest.raises(co2.UserError, match="There is no cuda:2"):
+        choose_device("cuda:2")
+    assert made_current == chosen
+
+
 def test_workers_as_asked_or_as_the_machine_has():
     assert choose_workers(0) == 0
     assert choose_workers(5) == 5

@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from co2.bench.pictures import parse_size, write_pictures
-from co2.bench.record import provenance, show, write_record
+from co2.bench.pictures import list_pictures, parse_size, write_pictures
+from co2.bench.record import check_folder, check_out, provenance, show, write_record
 from co2.bench.specification import Input, InputBenchmark, MadePictures
 from co2.bench.step import peak_memory_gib, release, wait_for
 from co2.config import Experiment
@@ -30,7 +31,8 @@ from co2.data.decode import decode_image
 from co2.data.open import open_data
 from co2.data.plain_jpeg import plain_jpeg_size
 from co2.data.source import BadImage, ImageSource
-from co2.errors import UserError
+from co2.engine.pretrain import check_sizes
+from co2.errors import RunError, UserError
 from co2.machine import choose_device, choose_workers
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch, ViewLoader
@@ -69,6 +71,7 @@ def run(experiment: Experiment, settings: InputBenchmark, data: str | None) -> d
     """Measures, prints tables, and writes the record where `settings.out` says."""
     if (data is None) == (settings.make is None):
         raise UserError("Say which images to read: co2 bench input DATA, or co2 bench input --make 5000.")
+    check_out(settings.out, "input")
     device = choose_device(experiment.device)
     with contextlib.ExitStack() as temporary:
         if settings.make is not None:
@@ -81,7 +84,7 @@ def run(experiment: Experiment, settings: InputBenchmark, data: str | None) -> d
         found = [measure_input(experiment, source, device, asked, settings.seconds) for asked in settings.inputs]
     record = provenance(device) | {
         "experiment": asdict(experiment),
-        "data": splits.description if settings.make is None else f"{settings.make} JPEGs of {settings.size} pixels",
+        "data": settings.made or splits.description,
         "images": len(source),
         "pieces_images_per_second": pieces,
         "inputs": [asdict(one) | {"images_per_second": one.images_per_second} for one in found],
@@ -93,15 +96,27 @@ def run(experiment: Experiment, settings: InputBenchmark, data: str | None) -> d
 
 @contextlib.contextmanager
 def made_pictures(settings: MadePictures) -> Iterator[str]:
-    """A folder with `settings.make` pictures of `settings.size`."""
+    """A list of `settings.make` pictures of `settings.size`; kept ones are in a folder for each size."""
     assert settings.make is not None
     width, height = parse_size(settings.size)
     with contextlib.ExitStack() as temporary:
-        folder = settings.keep or temporary.enter_context(tempfile.TemporaryDirectory(prefix="co2-pictures-"))
+        above = settings.keep or temporary.enter_context(tempfile.TemporaryDirectory(prefix="co2-pictures-"))
+        folder = Path(above, f"{width}x{height}")
+        check_folder(folder, "--keep")
         start = time.perf_counter()
-        write_pictures(Path(folder), settings.make, width, height, max(1, choose_workers(-1)))
-        print(f"Wrote {settings.make:,} pictures of {settings.size} pixels in {time.perf_counter() - start:.0f} s.")
-        yield str(folder)
+        try:
+            written = write_pictures(folder, settings.make, width, height, max(1, choose_workers(-1)))
+            pictures = list_pictures(folder, settings.make)
+        except OSError as error:
+            raise RunError(
+                f"The pictures cannot be written to {folder}: {error.strerror}. Make room, or choose another --keep."
+            ) from error
+        there = settings.make - written
+        print(
+            f"Wrote {written:,} pictures of {width}x{height} pixels in {time.perf_counter() - start:.0f} s"
+            f"{f'; {there:,} were there already' if there else ''}."
+        )
+        yield str(pictures)
 
 
 # ---------------------------------------------------------------- how it is measured
@@ -109,6 +124,7 @@ def made_pictures(settings: MadePictures) -> Iterator[str]:
 
 def open_loader(experiment: Experiment, source: ImageSource, device: torch.device) -> tuple[ViewLoader, str]:
     """The loader that `co2 pretrain` would use, and what it would say about it."""
+    check_sizes(experiment, [len(source)])
     resident = experiment.execution.resident_gib
     return choose_input(
         source,
@@ -183,7 +199,7 @@ def _process_memory_gib() -> float:
 def measure_pieces(experiment: Experiment, source: ImageSource, device: torch.device) -> dict[str, float]:
     """Images/s of reading, decoding and making views, each by itself on a few hundred images, without bad ones.
 
-    Nothing is read or decoded of images that lie in memory.
+    Nothing is read or decoded of images that lie in memory. What no image came out of has no speed, and is left out.
     """
     stacked = source.stacked()
     count = min(_SAMPLE, len(source))
@@ -191,13 +207,18 @@ def measure_pieces(experiment: Experiment, source: ImageSource, device: torch.de
     if stacked is not None:
         images = [torch.from_numpy(pixels).to(device) for pixels in stacked[:count]]
     else:
-        read, seconds = _timed(lambda: [_file(source, index) for index in range(count)], device)
+        # From all over the data: those that cannot be read may well lie side by side.
+        chosen = np.linspace(0, len(source) - 1, count).astype(int).tolist()
+        read, seconds = _timed(lambda: [_file(source, index) for index in chosen], device)
         files = [file for file in read if file is not None]
-        found["reading (one process)"] = len(files) / seconds
+        if files:
+            found["reading (one process)"] = len(files) / seconds
         images, where, seconds = _decoded(files, device)
-        found[f"decoding ({where})"] = len(images) / seconds
-    where = "GPU" if device.type == "cuda" else "CPU"
-    found[f"making views (on the {where})"] = len(images) / _view_seconds(experiment, images, device)
+        if images:
+            found[f"decoding ({where})"] = len(images) / seconds
+    if images:
+        where = "GPU" if device.type == "cuda" else "CPU"
+        found[f"making views (on the {where})"] = len(images) / _view_seconds(experiment, images, device)
     return found
 
 
@@ -261,10 +282,9 @@ def _timed(action: Callable[[], Any], device: torch.device) -> tuple[Any, float]
 
 def present(record: dict[str, Any]) -> None:
     """Tables for people."""
-    show(
-        "each piece of the work by itself",
-        [{"piece": piece, "images/s": speed} for piece, speed in record["pieces_images_per_second"].items()],
-    )
+    pieces = [{"piece": piece, "images/s": speed} for piece, speed in record["pieces_images_per_second"].items()]
+    if pieces:
+        show("each piece of the work by itself", pieces)
     rows = [
         {
             "input": one["asked"],

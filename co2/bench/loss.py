@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from co2.bench.record import provenance, show
+from co2.bench.record import check_folder, provenance, show
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +67,8 @@ def run(settings: LossBenchmark) -> dict[str, Any]:
     unknown = [name for name in settings.backends if name not in BACKENDS]
     if unknown:
         raise UserError(f"There is no backend '{unknown[0]}': use some of {', '.join(BACKENDS)}.")
+    if settings.out is not None:
+        check_folder(settings.out, "--out")
     if not torch.cuda.is_available():
         raise UserError("This benchmark measures CUDA kernels and found no GPU. Run it on a machine that has one.")
     record = provenance(torch.device("cuda")) | {

@@ -82,6 +82,14 @@ def path_of(folder: Path, number: int) -> Path:
     return folder / f"{number // _FOLDER:04d}" / f"{number:07d}.jpg"
 
 
+def list_pictures(folder: Path, count: int) -> Path:
+    """A text file that lists the first `count` pictures: there may be more of them."""
+    path = folder / f"first-{count}.txt"
+    if not path.exists():
+        _write_whole(path, "".join(f"{path_of(Path(), number)}\n" for number in range(count)).encode())
+    return path
+
+
 def write_pictures(
     folder: Path,
     count: int,
@@ -89,8 +97,8 @@ def write_pictures(
     height: int,
     workers: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
-    """Writes the first `count` pictures that are not there yet."""
+) -> int:
+    """Writes those of the first `count` pictures that are not there yet, and returns how many these were."""
     missing = [number for number in range(count) if not path_of(folder, number).exists()]
     for parent in {path_of(folder, number).parent for number in missing}:
         parent.mkdir(parents=True, exist_ok=True)
@@ -99,6 +107,7 @@ def write_pictures(
     for written in _written(folder, parts, width, height, workers if len(missing) >= _WORTH_PROCESSES else 0):
         done += written
         progress(done, count)
+    return len(missing)
 
 
 def _written(folder: Path, parts: list[list[int]], width: int, height: int, workers: int) -> Iterator[int]:
@@ -115,8 +124,11 @@ def _write(folder: Path, numbers: list[int], width: int, height: int) -> int:
     for number in numbers:
         file = io.BytesIO()
         picture(number, width, height).save(file, "JPEG", quality=_QUALITY)
-        path = path_of(folder, number)
-        unfinished = path.with_suffix(".part")
-        unfinished.write_bytes(file.getvalue())
-        os.replace(unfinished, path)  # so that a picture that is there is whole
+        _write_whole(path_of(folder, number), file.getvalue())
     return len(numbers)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    unfinished = path.with_suffix(".part")
+    unfinished.write_bytes(data)
+    os.replace(unfinished, path)  # so that a file that is there is whole

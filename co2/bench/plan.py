@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from co2.bench.power import PowerMeter
-from co2.bench.record import device_name, provenance, write_record
+from co2.bench.record import check_out, device_name, provenance, write_record
 from co2.bench.specification import PlanSettings
 from co2.bench.step import (
     endless_steps,
@@ -25,7 +25,8 @@ from co2.bench.train import measure_training, train_for
 from co2.config import Experiment
 from co2.data.open import open_data
 from co2.data.source import ImageSource
-from co2.engine.trainer import Trainer
+from co2.engine.pretrain import check_sizes
+from co2.engine.trainer import Trainer, check_step
 from co2.errors import UserError
 from co2.machine import choose_device
 
@@ -67,13 +68,11 @@ def plan(experiment: Experiment, settings: PlanSettings) -> dict[str, Any]:
     if settings.images is None and not settings.data:
         raise UserError("Say how many images there will be, --images 1281167, or where they are, --data PATH.")
     device = choose_device(experiment.device)
+    check_step(experiment.execution.step, device)
+    check_out(settings.out, "plan")
     source = open_data(settings.data).train if settings.data else None
     images = settings.images or (0 if source is None else len(source))
-    if images < experiment.batch_size:
-        raise UserError(
-            f"A batch of {experiment.batch_size} is larger than the data set of {images} images. "
-            f"Use --batch-size {max(2, images // 4)} or less."
-        )
+    check_sizes(experiment, [images])
     with explained(experiment):
         speed = measure(experiment, source, images, device, settings.seconds)
     forecast = foresee(speed, images, experiment.epochs)

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from co2.errors import RunError, UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -102,11 +104,40 @@ def _cell(row: dict[str, Any], column: str) -> str:
     return text
 
 
+def check_folder(folder: Path, option: str) -> None:
+    """Refuses a folder that cannot be made or written to at once, and not after minutes of work for what goes there."""
+    existing = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not existing.is_dir():
+        raise UserError(f"{option} needs a folder at {folder}, but {existing} is a file. Choose another {option}.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"Nothing can be written to {existing}. Change its permissions, or choose another {option}.")
+
+
+def check_out(out: str, name: str) -> None:
+    """Whether `write_record` will have a place for the record."""
+    if not out:
+        return
+    path = _record_path(out, name)
+    check_folder(path.parent, "--out")
+    if path.is_dir():
+        raise UserError(f"The record would be written to {path}, which is a folder. Choose another --out.")
+
+
 def write_record(record: dict[str, Any], out: str, name: str) -> None:
     """The record as DIR/NAME.json, or as the file that `out` names if it ends so. Nothing where `out` is empty."""
     if not out:
         return
-    path = Path(out) if out.endswith(".json") else Path(out, f"{name}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path = _record_path(out, name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    except OSError as error:
+        raise RunError(
+            f"The record cannot be written to {path}: {error.strerror}. What was measured stands above; measure again "
+            "with another --out."
+        ) from error
     print(f"The record is in {path}.")
+
+
+def _record_path(out: str, name: str) -> Path:
+    return Path(out) if out.endswith(".json") else Path(out, f"{name}.json")

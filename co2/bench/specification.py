@@ -37,10 +37,15 @@ class MadePictures:
     size: str = "480x384"
     """Width and height of these."""
     keep: str = ""
-    """Folder for them, to be used again; by default a temporary one."""
+    """Folder for them, to be used again; by default a temporary one. Each size has a folder of its own in it."""
 
     def __post_init__(self) -> None:
         _at_least_one(self, "make")
+
+    @property
+    def made(self) -> str:
+        """What these images are, in words; nothing where none are made."""
+        return "" if self.make is None else f"{self.make} JPEGs of {self.size} pixels"
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,10 @@ class InputBenchmark(MadePictures):
 class TrainBenchmark(MadePictures):
     """How fast training is with everything in it: reading, views, steps, logging, but no monitoring or checkpoints.
 
-    Every setting of `co2 pretrain RECIPE` can be given beside these, --data first of all."""
+    Every setting of `co2 pretrain RECIPE` can be given beside these."""
 
+    data: str = ""
+    """The images to train on, as for `co2 pretrain`; by default those of the recipe."""
     seconds: float = 20.0
     """How long to train after everything is warm."""
     steps: int | None = None
@@ -86,6 +93,13 @@ class TrainBenchmark(MadePictures):
         _at_least_one(self, "seconds", "steps")
         if any(number < 1 for number in (*self.images, *self.queue)):
             raise UserError("--images and --queue take numbers of images and of negatives, above 0.")
+        noise = "--images" if self.images else "--queue" if self.queue else ""
+        given = [self.data and "--data", self.make and "--make", noise]
+        if len(asked_for := [option for option in given if option]) > 1:
+            raise UserError(
+                f"{' and '.join(asked_for)} do not go together: each says what to train on (--images and "
+                "--queue: noise). Leave out all but one."
+            )
 
 
 @dataclass(frozen=True)

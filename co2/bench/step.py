@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from co2.bench.parts import Stopwatch, shares, typical
-from co2.bench.record import device_name, provenance, show, write_record
+from co2.bench.record import check_out, device_name, provenance, show, write_record
 from co2.bench.roofline import (
     KEY_FORWARD,
     LOSS,
@@ -34,8 +34,7 @@ from co2.bench.roofline import (
 from co2.bench.specification import StepBenchmark
 from co2.config import Experiment
 from co2.engine.capture import WARM_UP
-from co2.engine.specification import Step
-from co2.engine.trainer import Trainer
+from co2.engine.trainer import Trainer, check_step
 from co2.errors import UserError
 from co2.machine import choose_device
 from co2.views.loader import Batch
@@ -82,7 +81,9 @@ def run(experiment: Experiment, settings: StepBenchmark) -> dict[str, Any]:
     """Measures, prints tables, and writes the record where `settings.out` says."""
     device = choose_device(experiment.device)
     kinds = settings.kinds or (experiment.execution.step,)
-    check_kinds(kinds, device)
+    for kind in kinds:
+        check_step(kind, device)
+    check_out(settings.out, "step")
     rates = measure_rates(device)
     bound = bound_of(experiment, rates, number_bytes_on(device))
     with explained(experiment):
@@ -103,13 +104,6 @@ def run(experiment: Experiment, settings: StepBenchmark) -> dict[str, Any]:
     present(experiment, device, record)
     write_record(record, settings.out, "step")
     return record
-
-
-def check_kinds(kinds: tuple[Step, ...], device: torch.device) -> None:
-    """Steps are only captured or compiled on GPUs."""
-    wrong = [kind for kind in kinds if kind in ("captured", "compiled")]
-    if wrong and device.type != "cuda":
-        raise UserError(f"A step is only {wrong[0]} on a GPU. Use eager or auto on this device, {device}.")
 
 
 @contextlib.contextmanager

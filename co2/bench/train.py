@@ -2,7 +2,8 @@
 
 Waiting is what the device spends between two steps without work: on a GPU the time on its own clock from the end of a
 step to the moment when the next batch is there, less what it takes to make views in between, where that is done there.
-(The loop's own clock, by which a run's log counts, also runs while the GPU still has steps to do.)
+(A run's log counts on the same clock, but the making of views as well. The loop's own clock, which the record has as
+`loop_waiting`, also runs while the GPU still has steps to do.)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from co2.bench.input import endless_batches, made_pictures, open_loader
 from co2.bench.parts import shares
-from co2.bench.record import device_name, provenance, show, write_record
+from co2.bench.record import check_out, device_name, provenance, show, write_record
 from co2.bench.roofline import bound_of, measure_rates, number_bytes_on
 from co2.bench.specification import TrainBenchmark
 from co2.bench.step import (
@@ -40,7 +41,7 @@ from co2.config import Experiment
 from co2.data.open import open_data
 from co2.data.source import ArraySource, ImageSource
 from co2.engine.clock import Moment
-from co2.engine.trainer import Trainer
+from co2.engine.trainer import Trainer, check_step
 from co2.errors import UserError
 from co2.machine import choose_device, stream_of_its_own
 from co2.views.loader import Batch, ViewLoader
@@ -103,6 +104,10 @@ class TrainMeasurement:
 def run(experiment: Experiment, settings: TrainBenchmark) -> dict[str, Any]:
     """Measures, prints tables, and writes the record where `settings.out` says."""
     device = choose_device(experiment.device)
+    check_step(experiment.execution.step, device)
+    check_out(settings.out, "train")
+    if settings.data:
+        experiment = experiment.edit(data=settings.data)
     with explained(experiment):
         if settings.images or settings.queue:
             record = sweep(experiment, settings, device)
@@ -130,7 +135,7 @@ def together(experiment: Experiment, settings: TrainBenchmark, device: torch.dev
         around[MAKING_VIEWS] = found.views_seconds
     record = provenance(device) | {
         "experiment": asdict(experiment),
-        "data": splits.description,
+        "data": settings.made or splits.description,
         "images": len(splits.train),
         "rates": asdict(rates),
         "bound": describe_bound(bound, experiment.batch_size),

@@ -48,6 +48,7 @@ class Workers(Generic[Entry, Result]):
             multiprocessing_context=_context() if count > 0 else None,
             persistent_workers=count > 0,
             pin_memory=for_gpu and torch.cuda.is_available(),
+            generator=torch.Generator(),  # of its own: from torch's it would take a number for each epoch
         )
         self.lost = 0
         """How many the system has ended so far. A few are replaced; more than that are no accident."""

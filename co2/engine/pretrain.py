@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,14 +31,24 @@ from co2.engine.clock import Moment
 from co2.engine.distributed import Processes, join_processes
 from co2.engine.monitor import Monitor
 from co2.engine.progress import Display, Quiet, choose_display
-from co2.engine.records import BAD_IMAGES, Records, Unwritten, claim_folder
-from co2.engine.trainer import MEASURED, Trainer
+from co2.engine.records import (
+    BAD_IMAGES,
+    DISK_FULL,
+    LOCK,
+    METRICS,
+    Records,
+    Unwritten,
+    claim_folder,
+    fingerprint_of_names,
+)
+from co2.engine.trainer import MEASURED, Trainer, check_step
 from co2.errors import RunError, UserError
 from co2.machine import choose_device, choose_workers, stop_requests, stream_of_its_own
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch
 
 NAN_BATCH = "nan_batch.txt"  # the images on which a run diverged
+DISK_LOST = (errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOTCONN)  # what the system says of a disk that has gone
 BAD_SHARE = 0.1  # a data set with more unreadable images than this is not what the user thinks it is
 
 
@@ -66,9 +78,16 @@ def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str
         processes.use(device)
         images = processes.joined([len(splits.train)])  # for each process
         processes.first(lambda: check_sizes(experiment, images))
+        names = processes.joined([fingerprint_of_names(splits.train)])
+        processes.first(lambda: check_names(experiment, names))
+        processes.first(lambda: _check_step_of_new_run(experiment, device, run))
+        before = {path for path in _written_by_start(run) if os.path.exists(path)}
         processes.first(lambda: claimed.enter_context(claim_folder(run, experiment)))
-        with _explained(run), stream_of_its_own(device):
-            Run(experiment, splits, device, run, processes).execute()
+        display = choose_display(experiment.epochs) if processes.is_first else Quiet()
+        with _explained(run), stream_of_its_own(device), closing(display):
+            with _taken_back_if_refused(run, before) if processes.is_first else nullcontext():
+                started = Run(experiment, splits, device, run, processes, names[0], display)
+            started.execute()
     return run
 
 
@@ -83,7 +102,7 @@ def check_sizes(experiment: Experiment, images_of_each_process: list[int]) -> No
     if experiment.batch_size > images:
         raise UserError(
             f"A batch of {experiment.batch_size} is larger than the data set of {images} images. "
-            f"Use --batch-size {max(2, images // 4)} or less, or more images."
+            + _smaller_batch(experiment, images)
         )
 
     groups = experiment.encoder.groups
@@ -101,19 +120,78 @@ def check_sizes(experiment: Experiment, images_of_each_process: list[int]) -> No
         )
 
 
+def check_names(experiment: Experiment, fingerprint_of_each_process: list[int]) -> None:
+    """Whether a number means the same image to all processes."""
+    if len(set(fingerprint_of_each_process)) > 1:
+        raise UserError(
+            f"{experiment.data} has images of other names for one of the processes than for another. All must see the "
+            "same images."
+        )
+
+
+def _smaller_batch(experiment: Experiment, images: int) -> str:
+    """What to do about a batch that is larger than the data set, by settings that go together."""
+    groups = experiment.encoder.groups
+    if 2 * groups <= images:
+        size = f"{images // 4} or less" if images // 4 > 2 * groups else f"{2 * groups}"
+        return f"Use --batch-size {size}, or more images."
+    fewest = 2 if experiment.negatives.source == "queue" and experiment.encoder.shuffle_keys else 1  # groups
+    if images < 2 * fewest:
+        return f"{experiment.recipe} needs {2 * fewest} images at least."
+    fewer = images // 2
+    return f"Use --batch-size {2 * fewer} with --encoder.groups {fewer}, or more images."
+
+
+def _check_step_of_new_run(experiment: Experiment, device: torch.device, run: Path) -> None:
+    """A run that goes on somewhere else has had its reasons, and only says how it is done now."""
+    if not (experiment.resume and checkpoints(run)):
+        check_step(experiment.execution.step, device)
+
+
+def _written_by_start(run: Path) -> list[Path]:
+    """What a run may write before its first step, files before the folders that they are in."""
+    return [run / METRICS, run / CONFIG, run / LOCK, run, *run.parents]
+
+
+@contextmanager
+def _taken_back_if_refused(run: Path, before: set[Path]) -> Iterator[None]:
+    """Removes what the start of a new run has written if it is refused, so that a corrected one can be started there.
+
+    What was there `before` stays. So does a run that can go on as it is, which a `RunError` says of it.
+    """
+    try:
+        yield
+    except (UserError, KeyboardInterrupt) as error:
+        can_go_on = isinstance(error, UserError) and error.exit_code == RunError.exit_code
+        if not can_go_on and run / CONFIG not in before and not checkpoints(run):
+            with suppress(OSError):  # of a folder into which somebody else has put something
+                for path in _written_by_start(run):
+                    if path not in before:
+                        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+        raise
+
+
 class Run:
     """The loop: steps, measurements, records and checkpoints."""
 
     def __init__(
-        self, experiment: Experiment, splits: DataSplits, device: torch.device, folder: Path, processes: Processes
+        self,
+        experiment: Experiment,
+        splits: DataSplits,
+        device: torch.device,
+        folder: Path,
+        processes: Processes,
+        names: int,
+        display: Display,
     ) -> None:
         self.experiment = experiment
         self.processes = processes
         self.folder = folder
+        self.names = names  # their fingerprint
         self.train = splits.train
         workers = choose_workers(experiment.workers, processes.launch.local_count)
         groups = experiment.encoder.groups
-        self.display: Display = choose_display(experiment.epochs) if processes.is_first else Quiet()
+        self.display = display
         resident = experiment.execution.resident_gib
         self.loader, self.input = processes.each(
             lambda: choose_input(
@@ -131,14 +209,17 @@ class Run:
                 progress=lambda done, total: self.display.preparing("reading images", done, total),
             )
         )
-        self._lost_workers = 0  # of which the user knows
+        self._lost_workers = [0] * processes.count  # of each process, as far as the user knows
         self.steps_per_epoch = self.loader.batches_per_epoch
         steps = experiment.epochs * self.steps_per_epoch
         self.trainer = Trainer(experiment, len(splits.train), steps, device, processes, self.display.say)
-        self.checkpoints = CheckpointWriter(folder, experiment.monitoring.keep_every * self.steps_per_epoch)
+        kept_every = experiment.monitoring.keep_every * self.steps_per_epoch
+        self.checkpoints = CheckpointWriter(folder, kept_every, the_same={"names": names})
         self._restore()
         self.monitor = Monitor(experiment, splits, device, workers)
-        self.records = Records(folder, self.trainer.step) if processes.is_first else Unwritten()
+        self.records: Records = Unwritten()
+        if processes.is_first:
+            self.records = Records(folder, self.trainer.step, most_bad=BAD_SHARE * len(self.train))
         self.advisor = Advisor(experiment, any(isinstance(m, _BatchNorm) for m in self.trainer.mechanism.modules()))
         self._saved_at = time.monotonic()
         self._introduce(splits, device)
@@ -148,18 +229,19 @@ class Run:
         """Train from where the trainer stands to the end, and write the backbone."""
         try:
             with stop_requests() as requested:
-                if self.trainer.step == 0:
-                    self._measure(0)
+                epochs_done, within = divmod(self.trainer.step, self.steps_per_epoch)
+                if not within and self._to_be_measured(epochs_done) and not self.processes.first(self._is_measured):
+                    self._measure(epochs_done)
                 while self.trainer.step < self.trainer.steps:
                     self._epoch(self.trainer.step // self.steps_per_epoch, requested)
             self.processes.first(self._finish)
         finally:
             self.checkpoints.close()
             self.records.close()
-            self.display.close()
 
     def _finish(self) -> None:
         self.checkpoints.finish()
+        self._refuse_ruins()
         save_backbone(self.folder / BACKBONE, self.trainer.mechanism.encoder.backbone, self.experiment)
 
     def _epoch(self, number: int, stop_requested: list[int]) -> None:
@@ -179,17 +261,21 @@ class Run:
             )
             save = save or stop
             if step % self.experiment.monitoring.log_every == 0 or epoch_done or save:
-                self._log(interval, learning_rate)  # before saving, so that no NaN is ever saved
+                self._log(interval, learning_rate)  # before saving: a loss of NaN tells which images it came from
             if epoch_done or save:
                 self.trainer.settle()
-            if epoch_done:
-                self._measure(number + 1)
             if save:
-                self.processes.first(lambda: self.checkpoints.write(self.trainer.state(), self.trainer.step))
+                self.processes.first(self._save)
                 self._saved_at = time.monotonic()
+            if epoch_done:  # after saving: measuring takes long, and needs images that may not be there any more
+                self._measure(number + 1)
             if stop:
                 self.processes.first(self.checkpoints.finish)
                 raise Stopped(self.folder, step, stop)
+
+    def _save(self) -> None:
+        self._refuse_ruins()
+        self.checkpoints.write(self.trainer.state(), self.trainer.step)
 
     def _checkpoint_is_due(self) -> bool:
         """After every epoch, but seldom enough to cost little, and after many minutes within an epoch."""
@@ -207,25 +293,49 @@ class Run:
         diverged = interval.first_not_finite()
         if diverged is not None:
             images = self.processes.joined(interval.images_of(diverged))
-            self.processes.first(lambda: self._give_up(step - interval.steps + diverged + 1, images))
+            self.processes.first(lambda: self._give_up_loss(step - interval.steps + diverged + 1, images))
         values = interval.averages() | {"learning_rate": learning_rate}
-        if self.loader.workers.lost > self._lost_workers:
-            self._lost_workers = self.loader.workers.lost
-            self.display.say("A process that prepares images was ended by the system and has been replaced.")
+        self._tell_of_lost_workers()
         self._record("train", values)
         self.display.interval(self.trainer.step, values)
         self._advise(self.advisor.after_interval(self.trainer.step, values))
 
+    def _tell_of_lost_workers(self) -> None:
+        before, self._lost_workers = self._lost_workers, self.processes.joined([self.loader.workers.lost])
+        for rank, (now, known) in enumerate(zip(self._lost_workers, before, strict=True)):
+            if now > known:
+                whose = f" for process {rank} of {self.processes.count}" if self.processes.count > 1 else ""
+                self.display.say(
+                    f"A process that prepares images{whose} was ended by the system and has been replaced."
+                )
+
+    def _to_be_measured(self, epochs_done: int) -> bool:
+        return epochs_done % self.experiment.monitoring.evaluate_every == 0 or epochs_done == self.experiment.epochs
+
+    def _is_measured(self) -> bool:
+        """Whether the step that the trainer stands at has been measured already, before the run was interrupted."""
+        rows = map(json.loads, (self.folder / METRICS).read_text(encoding="utf-8").splitlines())
+        return any(row.get("kind") == "epoch" and row["step"] == self.trainer.step for row in rows)
+
     def _measure(self, epochs_done: int) -> None:
-        every = self.experiment.monitoring.evaluate_every
-        if epochs_done % every and epochs_done != self.experiment.epochs:
+        if not self._to_be_measured(epochs_done):
             self.display.epoch(epochs_done, {})
             return
-        values = self.processes.first(lambda: self.monitor.measure(self.trainer.mechanism.encoder))
+        values = self.processes.first(self._measurement)
         self._record("epoch", values)
         self.display.epoch(epochs_done, values)
         if epochs_done:
             self._advise(self.advisor.after_epoch(values))
+
+    def _measurement(self) -> dict[str, float]:
+        try:
+            return self.monitor.measure(self.trainer.mechanism.encoder)
+        except UserError as error:
+            if self.trainer.step == 0 or isinstance(error, RunError):
+                raise
+            raise RunError(
+                f"How the run is doing could not be measured: {error} Put that right, and go on with --resume."
+            ) from error
 
     def _advise(self, advice: list[str]) -> None:
         for text in advice:
@@ -246,7 +356,7 @@ class Run:
         count, images = len(self.records.bad), len(self.train)
         index, reason = bad[-1]
         if count > BAD_SHARE * images:
-            self.checkpoints.write(self.trainer.state(), self.trainer.step)
+            self._save()
             self.checkpoints.finish()
             raise RunError(
                 f"{count} of {images} images cannot be read, the last one {self.train.describe(index)} ({reason}). "
@@ -260,31 +370,51 @@ class Run:
 
     def _restore(self) -> None:
         """Go on from the last checkpoint, if the folder has one."""
-        state = self.processes.first(self._read_state)
-        if state is not None:
-            self.trainer.restore(state)
+        state = self.processes.first(lambda: newest_sound_checkpoint(self.folder, print, self._take_up))
+        if state is not None and not self.processes.is_first:
+            self._take_up(state)
 
-    def _read_state(self) -> dict[str, Any] | None:
-        state = newest_sound_checkpoint(self.folder, print)
-        if state is not None and state["images"] != len(self.train):
+    def _take_up(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint. Fails somehow on one that lacks something."""
+        images, step = int(state["images"]), state["step"]
+        names = state.get("names", self.names)  # which older checkpoints do not have
+        if images != len(self.train):
             raise UserError(
-                f"The run in {self.folder} was trained on {state['images']:,} images, and {self.experiment.data} has "
+                f"The run in {self.folder} was trained on {images:,} images, and {self.experiment.data} has "
                 f"{len(self.train):,}. Resume with the data it was started with."
             )
-        return state
+        if names != self.names:
+            raise UserError(
+                f"The run in {self.folder} was trained on as many images as {self.experiment.data} has, but they had "
+                "other names, or came in another order. Resume with the data it was started with."
+            )
+        if type(step) is not int or not 0 <= step <= self.trainer.steps:
+            raise ValueError(f"a run of {self.trainer.steps} steps has no step {step}")
+        self.trainer.restore(state)
 
-    def _give_up(self, step: int, images: list[int]) -> NoReturn:
+    def _give_up_loss(self, step: int, images: list[int]) -> NoReturn:
         """The loss is not a number any more: say when, on which images, and what to try."""
-        self.checkpoints.finish()
         names = self.folder / NAN_BATCH
         write_atomically(
             names, lambda file: file.write("".join(f"{self.train.describe(i)}\n" for i in images).encode())
         )
-        saved = checkpoints(self.folder)
+        self._give_up(
+            f"The loss became NaN or infinite at step {step:,}; the {len(images)} images of that batch are listed in "
+            f"{names}."
+        )
+
+    def _refuse_ruins(self) -> None:
+        """What is saved is numbers. The loss of a step cannot tell: it is from before the weights changed."""
+        if not self.trainer.is_finite():
+            self._give_up(f"The weights became NaN or infinite by step {self.trainer.step:,}, and are not saved.")
+
+    def _give_up(self, what: str) -> NoReturn:
+        self.checkpoints.finish()
+        here = f"step-{self.trainer.step:09d}.pt"  # or later ones are no checkpoints to go back to
+        saved = [path for path in checkpoints(self.folder) if path.name < here]
         good = f"The last good checkpoint is {saved[-1]}." if saved else "There is no checkpoint yet."
         raise RunError(
-            f"The loss became NaN or infinite at step {step:,}; the {len(images)} images of that batch are listed in "
-            f"{names}. {good} Usually the learning rate is too high: start again with "
+            f"{what} {good} Usually the learning rate is too high: start again with "
             f"--optimisation.learning-rate {self.experiment.learning_rate / 3:.2g}, with --optimisation.warm-up 0.05, "
             "or with a higher --objective.tau-instance. If it happens at once, look at the images."
         )
@@ -299,6 +429,10 @@ class Run:
             f"{self.steps_per_epoch:,} steps, batch {experiment.batch_size}, on {name}. Writing to {self.folder}."
         )
         self.display.say(self.input)
+        wanted = experiment.execution.step
+        if wanted != "auto" and wanted != trainer.kind:
+            why = "several processes train together" if device.type == "cuda" else f"the device is {device}"
+            self.display.say(f"Steps are not {wanted} but taken as they are written: {why}.")
         if trainer.step:
             self.display.say(f"Going on from step {trainer.step:,} of {trainer.steps:,}.")
         if experiment.negatives.source == "queue" and experiment.negatives.size > len(self.train):
@@ -370,19 +504,23 @@ def _explained(run: Path) -> Iterator[None]:
     except torch.cuda.OutOfMemoryError as error:
         raise RunError(memory_advice(run)) from error
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        gone = error.errno == errno.ENOENT and not os.path.exists(run / CONFIG)  # or it is another file that is missing
+        if error.errno in DISK_FULL:
+            problem, remedy = f"The disk with {run} is full", "make room"
+        elif gone or error.errno in DISK_LOST:
+            problem, remedy = f"The run folder {run} cannot be written to any more", "bring it back"
+        else:
             raise
-        saved = checkpoints(run)
-        good = f"The last good checkpoint is {saved[-1].name}" if saved else "There is no checkpoint yet"
-        raise RunError(
-            f"The disk with {run} is full ({error.strerror}). {good}; make room and go on with --resume."
-        ) from error
+        good = "There is no checkpoint in it"
+        with suppress(RunError, IndexError):
+            good = f"The last good checkpoint is {checkpoints(run)[-1].name}"
+        raise RunError(f"{problem} ({error.strerror}). {good}; {remedy} and go on with --resume.") from error
 
 
 def memory_advice(run: Path) -> str:
     """Which settings of the run in this folder free how much GPU memory."""
     experiment = Experiment.from_json((run / CONFIG).read_text(encoding="utf-8", errors="replace"))
-    total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    total = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else 0
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     queue = experiment.negatives.size * experiment.encoder.dimension * 4  # float32
     activations = max(0, peak - queue)  # nearly all of the rest, and proportional to the batch

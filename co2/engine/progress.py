@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Protocol
+from typing import IO, Protocol, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -17,6 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+
+from co2.engine.audience import Lasting
 
 
 class Display(Protocol):
@@ -42,7 +44,7 @@ class Display(Protocol):
 
 
 class Bar:
-    """For people at a terminal."""
+    """For people at a terminal, which they may close."""
 
     def __init__(self, epochs: int) -> None:
         self.epochs = epochs
@@ -53,7 +55,7 @@ class Bar:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[numbers]}"),
-            console=Console(highlight=False),
+            console=Console(file=cast(IO[str], Lasting(sys.stdout)), highlight=False),
         )
         self.task: TaskID | None = None  # what is going on now
         self.progress.start()
@@ -92,9 +94,10 @@ class Lines:
     def __init__(self, epochs: int) -> None:
         self.epochs = epochs
         self.latest: Mapping[str, float] = {}
+        self.log = Lasting(sys.stdout)
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        print(text, file=self.log, flush=True)
 
     def preparing(self, what: str, done: int, total: int) -> None:
         pass
@@ -106,7 +109,7 @@ class Lines:
         self.latest = values
 
     def epoch(self, number: int, values: Mapping[str, float]) -> None:
-        print(epoch_line(number, self.epochs, {**self.latest, **values}), flush=True)
+        self.say(epoch_line(number, self.epochs, {**self.latest, **values}))
 
     def close(self) -> None:
         pass

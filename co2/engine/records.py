@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import hashlib
+import io
 import json
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any
 
-from co2.checkpoint import CONFIG, write_atomically
+from co2.checkpoint import CONFIG, WRITING, remove_unfinished, write_atomically
 from co2.config import Experiment, differences
 from co2.data.source import ImageSource
-from co2.errors import UserError
+from co2.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 BAD_IMAGES = "bad_images.txt"
 LOCK = ".lock"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the system says of one, or of one's share of it
 
 
 @contextmanager
@@ -32,46 +37,61 @@ def claim_folder(run: Path, experiment: Experiment) -> Iterator[None]:
 
     A folder that holds a run is claimed only to continue it, and one that holds anything else never.
     """
+    with ExitStack() as held:
+        try:
+            occupied = _is_occupied(run, experiment)
+            run.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: what does not fit on the disk is not tried again when it is closed, at the end of the run.
+            lock = held.enter_context(open(run / LOCK, "a+b", buffering=0))
+            _take(lock, run)
+            if occupied:
+                _refuse_other_settings(run, experiment)
+                remove_unfinished(run)
+            else:
+                write_atomically(run / CONFIG, lambda file: file.write(experiment.to_json().encode()))
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                raise RunError(
+                    f"The disk with {run} is full ({error.strerror}). Make room, or choose another --out."
+                ) from error
+            raise UserError(
+                f"The run folder {run} cannot be made or written to: {error.strerror}. Choose another --out."
+            ) from error
+        yield
+
+
+def _is_occupied(run: Path, experiment: Experiment) -> bool:
+    """Whether there is a run in the folder. Says so if that, or what else there is, is not what was asked for."""
     if run.exists() and not run.is_dir():
         raise UserError(f"--out {run} is a file. Give the name of a folder.")
-    occupied = run.is_dir() and any(path.name != LOCK for path in run.iterdir())
-    config = run / CONFIG
+    begun = {LOCK, CONFIG + WRITING}  # all that there is of a run that was killed before it was one
+    occupied = run.is_dir() and any(path.name not in begun for path in run.iterdir())
     if occupied and not experiment.resume:
         raise UserError(
             f"{run} is not empty. Continue the run in it with --resume, or choose another folder with --out."
         )
-    if occupied and not config.is_file():
+    if occupied and not (run / CONFIG).is_file():
         raise UserError(f"{run} is not a run folder: it has no {CONFIG}. Choose another folder with --out.")
     if not occupied and experiment.resume is True:
         raise UserError(f"There is no run to resume in {run}. Leave out --resume to start one.")
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        lock = open(run / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - closed below, at the end of the run
-    except OSError as error:
-        raise UserError(f"The run folder {run} cannot be made: {error.strerror}. Choose another --out.") from error
-    with lock:
-        _take(lock, run)
-        if occupied:
-            _refuse_other_settings(run, experiment)
-        else:
-            write_atomically(config, lambda file: file.write(experiment.to_json().encode()))
-        yield
+    return occupied
 
 
-def _take(lock: TextIO, run: Path) -> None:
+def _take(lock: io.FileIO, run: Path) -> None:
     try:
         # The system lets go of it when the process ends, however that happens. Not flock: the workers of a loader would
         # inherit it, and hold on to it for seconds after their parent was killed.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except (BlockingIOError, PermissionError):
         lock.seek(0)
-        owner = lock.read().strip() or "unknown"
+        owner = lock.read().decode(errors="replace").strip() or "unknown"
         raise UserError(
             f"Another process is writing to {run} ({owner}). Wait for it, end it, or choose another folder with --out."
         ) from None
+    except OSError as error:  # there are file systems without locks
+        print(f"{run} cannot be locked ({error.strerror}): take care that no other run writes to it.")
     lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
 def _refuse_other_settings(run: Path, experiment: Experiment) -> None:
@@ -84,12 +104,32 @@ def _refuse_other_settings(run: Path, experiment: Experiment) -> None:
         )
 
 
-class Records:
-    """Appends to metrics.jsonl and TensorBoard, and keeps the list of bad images."""
+def fingerprint_of_names(images: ImageSource) -> int:
+    """A number of 64 bits that changes with any image's name or place among the others.
 
-    def __init__(self, run: Path, first_step: int) -> None:
+    Names count below the folder that the images have in common, so that it may be moved or written in another way.
+    """
+    first, last = images.describe(0), images.describe(len(images) - 1)
+    shared = os.path.commonprefix([first, last])  # noqa: RUF071 - of names, which need not be paths
+    root = shared.removesuffix(re.split(r"/|: ", shared)[-1])  # packs and shards have a colon before a name
+    digest = hashlib.blake2b(digest_size=8)
+    for index in range(len(images)):
+        digest.update(f"{images.describe(index).removeprefix(root)}\n".encode(errors="backslashreplace"))
+    return int.from_bytes(digest.digest())
+
+
+class Records:
+    """Appends to metrics.jsonl and TensorBoard, and keeps the list of bad images.
+
+    A list of more than `most_bad` has stopped the run, and who continues it has seen to them: it begins anew.
+    """
+
+    def __init__(self, run: Path, first_step: int, most_bad: float = math.inf) -> None:
         self.run = run
-        self.bad: dict[int, str] = {}
+        self.bad = _names_in_order(run / BAD_IMAGES)  # what those are called that cannot be read
+        if len(self.bad) > most_bad:
+            self.bad.clear()
+            (run / BAD_IMAGES).unlink()
         # Seconds of work go on from where the last line that is kept stands.
         self._began = time.monotonic() - _drop_after(run / METRICS, first_step)
         self._metrics = open(run / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
@@ -102,6 +142,7 @@ class Records:
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
         seconds = round(time.monotonic() - self._began, 2)
         row = {"kind": kind, "step": step, "epoch": round(epoch, 4), "seconds": seconds, **finite}
+        os.stat(self.run)  # fails if the folder has gone, where writing to open files in it does not
         self._metrics.write(json.dumps(row) + "\n")
         self._metrics.flush()
         for name, value in values.items():
@@ -110,12 +151,13 @@ class Records:
 
     def note_bad(self, bad: list[tuple[int, str]], source: ImageSource) -> int:
         """Remember unreadable images (index, reason); returns how many of them are new."""
-        new = {index: reason for index, reason in bad if index not in self.bad}
+        named = {source.describe(index): reason for index, reason in bad}
+        new = {name: reason for name, reason in named.items() if name not in self.bad}
         if new:
-            self.bad |= new
+            self.bad |= new.keys()
             with open(self.run / BAD_IMAGES, "a", encoding="utf-8") as file:
-                for index, reason in new.items():
-                    file.write(f"{source.describe(index)}\t{reason}\n")
+                for name, reason in new.items():
+                    file.write(f"{name}\t{reason}\n")
         return len(new)
 
     def close(self) -> None:
@@ -128,8 +170,8 @@ class Records:
         if self._events is None:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-            # Events of steps after the checkpoint, written before an interruption, are hidden by purge_step.
-            self._events = SummaryWriter(str(self.run), purge_step=self._first_step or None)
+            # Events from this step on, written before an interruption, are hidden: those that _drop_after forgets.
+            self._events = SummaryWriter(str(self.run), purge_step=self._first_step + 1 if self._first_step else 0)
         return self._events
 
 
@@ -147,7 +189,8 @@ class Unwritten(Records):
 
 
 def _drop_after(path: Path, step: int) -> float:
-    """Forget lines about steps that the checkpoint does not know: they will be run, and written, again.
+    """Forget lines about steps that the checkpoint does not know: they will be run, and written, again. Before the
+    first step there is nothing to go on from, and everything will.
 
     Returns the seconds of work at the last line that stays.
     """
@@ -155,13 +198,35 @@ def _drop_after(path: Path, step: int) -> float:
         return 0.0
     kept = []
     seconds = 0.0
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the unfinished last line of a killed run
-        if row["step"] <= step:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        row = _row(line)
+        if row is not None and step > 0 and row["step"] <= step:
             kept.append(line + "\n")
             seconds = row.get("seconds", seconds)
     write_atomically(path, lambda file: file.write("".join(kept).encode()))
     return seconds
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """What `Records.write` wrote; None of the unfinished last line of a killed run, or what somebody else has added."""
+    try:
+        row = json.loads(line)
+        return row if math.isfinite(row["step"]) and math.isfinite(row.get("seconds", 0)) else None
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+
+
+def _names_in_order(path: Path) -> set[str]:
+    """The names in a list of bad images, which is put in order: a whole line for each image."""
+    if not path.is_file():
+        return set()
+    text = path.read_text(encoding="utf-8", errors="replace")
+    reasons: dict[str, str] = {}
+    for line in text.split("\n")[:-1]:  # after the last line end there is at most a piece of a line
+        name, tab, reason = line.partition("\t")
+        if tab:
+            reasons.setdefault(name, reason)
+    in_order = "".join(f"{name}\t{reason}\n" for name, reason in reasons.items())
+    if in_order != text:
+        write_atomically(path, lambda file: file.write(in_order.encode()))
+    return set(reasons)

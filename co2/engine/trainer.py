@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from co2 import philox
+from co2.checkpoint import load_weights
 from co2.config import Experiment
 from co2.engine.capture import CapturedStep
 from co2.engine.distributed import ALONE, Processes
@@ -15,6 +18,7 @@ from co2.engine.mechanisms import build_mechanism
 from co2.engine.optimisers import build_optimiser
 from co2.engine.schedule import learning_rate
 from co2.engine.specification import Step
+from co2.errors import UserError
 from co2.objective.contrast import contrast
 from co2.views.loader import Batch
 from co2.views.transform import normalise, normalise_for_gpu
@@ -25,6 +29,20 @@ MEASURED = ("loss", "instance", "consistency", "top1", "top5")
 # torch 2.11's compiler fails on statistics in groups when it also tries to join sums along different axes.
 _COMPILER: dict[str, str | int | bool | Callable[..., Any]] = {"triton.mix_order_reduction": False}
 _STEPS_DRAWN = 256  # ahead, of what is random about them
+
+
+def check_step(kind: Step, device: torch.device) -> None:
+    """Steps are only captured or compiled on GPUs."""
+    if kind in ("captured", "compiled") and device.type != "cuda":
+        raise UserError(f"A step is only {kind} on a GPU. Use eager or auto on this device, {device}.")
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """Those from which layers on this device draw, or may draw."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[number]]
 
 
 class Trainer:
@@ -57,11 +75,14 @@ class Trainer:
         self.autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu)
         self.step = 0
         self.images = images
+        self._generators = _generators(device)
+        self._layers_draw: bool | None = None  # dropout, say; the first step shows it
         self._chances: dict[int, tuple[int, Tensor]] = {}  # by size of the batch: the first step, and [T, X]
         self.kind = self._kind_of_step()
         if self.kind == "compiled":
             self.mechanism.compile(options=_COMPILER)
         self._captured = None if self.kind == "eager" else CapturedStep(self._advance, tell)
+        self._tell = tell
         self.mechanism.train()
 
     def _kind_of_step(self) -> Step:
@@ -84,10 +105,37 @@ class Trainer:
         views = batch.views.to(self.device, non_blocking=True)  # [V, b, 3, S, S] uint8
         images = batch.indices.to(self.device, non_blocking=True)  # [b]
         self._share = self.processes.share(batch.total, self.experiment.encoder.groups)
-        take_step = self._captured or self._advance
-        measured = take_step(views, images, self._chance(batch.total))
+        with self._layers_seeded():
+            take_step = self._captured or self._advance
+            measured = take_step(views, images, self._chance(batch.total))
         self.step += 1
         return measured
+
+    @contextmanager
+    def _layers_seeded(self) -> Iterator[None]:
+        """What layers draw in the coming step is a function of (seed, step, process), as everything else is.
+
+        They draw from torch's own generators, which a captured step would read in a way of its own.
+        """
+        if self._layers_draw is False:  # as in most networks
+            yield
+            return
+        rank, time = self.processes.launch.rank, torch.tensor([self.step])
+        seeds = philox.samples(self.experiment.seed, philox.Stream.LAYERS, time, 2**63 - 1, rank + 1)  # [1, processes]
+        for generator in self._generators:
+            generator.manual_seed(int(seeds[0, rank]))
+        seeded = [generator.get_state() for generator in self._generators]
+        yield
+        if self._layers_draw is None:
+            states = [generator.get_state() for generator in self._generators]
+            self._layers_draw = not all(map(torch.equal, states, seeded))
+            if self._layers_draw and self._captured is not None:
+                self._captured = None  # which has recorded nothing yet
+                self.kind = "eager" if self.kind == "captured" else self.kind
+                self._tell(
+                    "Layers of this network draw random numbers, as dropout does. So that they repeat under the seed, "
+                    "steps are not captured in a CUDA graph but run as they are, more slowly."
+                )
 
     def _advance(self, views: Tensor, images: Tensor, chance: Tensor) -> Tensor:
         """The step itself, from tensors alone, so that it can be captured."""
@@ -139,6 +187,13 @@ class Trainer:
             for group in self.optimiser.param_groups:
                 group["lr"] = rate
 
+    def is_finite(self) -> bool:
+        """Whether all that the method has learnt or keeps is numbers: weights, statistics, queue, bank."""
+        tensors = self.mechanism.state_dict().values()
+        numbers = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+        largest = torch._foreach_norm(numbers, torch.inf)  # of each tensor; NaN if there is one in it
+        return bool(torch.stack([number.isfinite() for number in largest]).all())  # waits for the device once
+
     def settle(self) -> None:
         """Make the networks the same in all processes, down to running statistics, before one is looked at."""
         self.processes.average_statistics(self.mechanism)
@@ -163,19 +218,13 @@ class Trainer:
             "step": self.step,
             "mechanism": self.mechanism.state_dict(),
             "optimiser": optimiser | {"param_groups": groups},
-            # Views, orders and shuffles are functions of the seed; these are for layers that draw, such as dropout.
-            "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-        }
+        }  # and nothing random: that is a function of the seed and the step
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
         self.step = state["step"]
-        self.mechanism.load_state_dict(state["mechanism"])
+        load_weights(self.mechanism, state["mechanism"])
         own = [(group["lr"], group.get("fused")) for group in self.optimiser.param_groups]
         self.optimiser.load_state_dict(state["optimiser"])
         for group, (rate, fused) in zip(self.optimiser.param_groups, own, strict=True):
             group.update(lr=rate, fused=fused)  # these belong to the device, not to the run
-        torch.set_rng_state(state["random"])
-        if self.device.type == "cuda" and state["random_cuda"] is not None:
-            torch.cuda.set_rng_state(state["random_cuda"], self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,9 +121,8 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-            float(row["epoch"])
-            row["kind"]
-        except (ValueError, TypeError, KeyError) as error:
+            _check_row(row)
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             if number == len(lines):  # no line end yet: the run is writing this line just now, or was killed at it
                 continue
             raise UserError(
@@ -130,3 +130,12 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
             ) from error
         rows.append(row)
     return rows
+
+
+def _check_row(row: Any) -> None:
+    """Raises one of several errors unless this is a line as the engine writes it."""
+    numbers = [row["epoch"]]
+    if row["kind"] in ("train", "epoch"):
+        numbers += [value for name, value in row.items() if name != "kind" and value is not None]
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("not to be drawn")

@@ -21,7 +21,7 @@ from co2.data.source import BadImage, ImageSource, in_words
 from co2.errors import UserError
 from co2.views.jpeg_stream import MOST_READERS, JpegViews
 from co2.views.loader import ViewLoader
-from co2.views.resident import DoesNotFit, Progress, ResidentViews
+from co2.views.resident import DoesNotFit, Progress, ResidentViews, in_bytes
 from co2.views.specification import Augmentation
 
 Wanted = Literal["auto", "resident", "jpeg", "workers"]
@@ -161,11 +161,6 @@ def choose_input(
     if problem := _no_jpegs_on(device):
         return with_workers(f"{too_many}, and this GPU cannot decode JPEGs ({problem})")
     return jpeg(too_many)
-
-
-def in_bytes(count: int) -> str:
-    """A number of bytes for people: '147 MiB', '33.2 GiB'."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{-(-count // 2**20):,} MiB"
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -240,9 +240,14 @@ class _Pixels:
         self.used = needed
 
 
+def in_bytes(count: int) -> str:
+    """A number of bytes for people: '147 MiB', '33.2 GiB'."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{-(-count // 2**20):,} MiB"
+
+
 def _check_room(needed: int, most_bytes: int | None) -> None:
     if most_bytes is not None and needed > most_bytes:
-        raise DoesNotFit(f"more than the {most_bytes / 2**30:.2f} GiB allowed")
+        raise DoesNotFit(f"more than the {in_bytes(most_bytes)} allowed")
 
 
 class _Pack(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ import torch
 from PIL import Image
 
 from co2.bench import pictures
-from co2.bench.input import measure_pieces, run
+from co2.bench.input import made_pictures, measure_pieces, run
 from co2.bench.pictures import parse_size, path_of, picture, write_pictures
 from co2.bench.specification import InputBenchmark
 from co2.cli import main
 from co2.data.open import open_data
-from co2.errors import UserError
+from co2.errors import RunError, UserError
 
 SETTINGS = [
     "--batch-size", "4", "--views.size", "16", "--encoder.groups", "2", "--device", "cpu", "--workers", "0",
@@ -45,7 +46,50 @@ def test_from_the_command_line_to_a_record(tmp_path: Path, capsys: pytest.Captur
     assert main(["bench", "input", str(kept), *SETTINGS]) == 0
     assert main([*words[:2], "--make", "10", *words[4:]]) == 0
     assert {path: path.stat().st_mtime_ns for path in times} == times  # what is there is used again
-    assert path_of(kept, 9).exists()
+    assert path_of(kept / "48x32", 9).exists()
+
+
+def test_kept_pictures_are_as_many_and_as_large_as_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read(make: int, size: str) -> tuple[int, set[tuple[int, ...]], str]:
+        with made_pictures(InputBenchmark(make=make, size=size, keep=str(tmp_path))) as data:
+            source = open_data(data).train
+            shapes = {tuple(source.image(index).shape) for index in range(len(source))}
+            return len(source), shapes, capsys.readouterr().out.split(" in ")[0]
+
+    assert read(6, "40x32") == (6, {(3, 32, 40)}, "Wrote 6 pictures of 40x32 pixels")
+    assert read(6, "24x16") == (6, {(3, 16, 24)}, "Wrote 6 pictures of 24x16 pixels")
+    assert read(4, "40X32") == (4, {(3, 32, 40)}, "Wrote 0 pictures of 40x32 pixels")
+    with made_pictures(InputBenchmark(make=9, size="40x32", keep=str(tmp_path))) as data:
+        assert len(open_data(data).train) == 9
+    printed = capsys.readouterr().out
+    assert printed.startswith("Wrote 3 pictures of 40x32 pixels")
+    assert printed.endswith("; 6 were there already.\n")
+
+
+def test_a_record_names_the_pictures_that_were_made(tmp_path: Path) -> None:
+    for make, size in ((9, "40x32"), (6, "40x32"), (6, "24x16")):
+        words = ["bench", "input", "--make", str(make), "--size", size, "--keep", str(tmp_path / "pictures")]
+        assert main([*words, "--out", str(tmp_path), *SETTINGS]) == 0
+        record: dict[str, Any] = json.loads((tmp_path / "input.json").read_text())
+        assert (record["images"], record["data"]) == (make, f"{make} JPEGs of {size} pixels")
+
+
+def test_pictures_that_cannot_be_kept_are_refused_in_a_sentence(
+    tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    for keep in ("file", "file/below"):
+        with pytest.raises(UserError, match=r"--keep needs a folder at .* but .*file is a file"):
+            run(tiny(), InputBenchmark(make=3, keep=str(tmp_path / keep)), None)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pictures, "_write_whole", full)
+    with pytest.raises(RunError, match=r"cannot be written to .*: No space left on device"):
+        run(tiny(), InputBenchmark(make=3, keep=str(tmp_path / "kept")), None)
 
 
 def test_pictures_are_like_photographs_to_a_decoder(tmp_path: Path) -> None:
@@ -75,6 +119,21 @@ def test_the_pieces_of_the_work_leave_bad_images_out(tmp_path: Path, tiny: Any) 
     found = measure_pieces(tiny(), open_data(str(tmp_path)).train, torch.device("cpu"))
     assert len(found) == 3
     assert all(speed > 0 for speed in found.values())
+
+
+def test_the_pieces_are_measured_all_over_the_data(tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("co2.bench.input._SAMPLE", 4)
+    write_pictures(tmp_path, 12, 32, 24, workers=0)
+    source = open_data(str(tmp_path)).train
+    for number in range(8):
+        path_of(tmp_path, number).write_bytes(b"no picture at all")
+    assert len(measure_pieces(tiny(), source, torch.device("cpu"))) == 3
+    for number in range(12):
+        path_of(tmp_path, number).write_bytes(b"no picture at all")
+    assert list(measure_pieces(tiny(), source, torch.device("cpu"))) == ["reading (one process)"]
+    for number in range(12):
+        path_of(tmp_path, number).unlink()
+    assert measure_pieces(tiny(), source, torch.device("cpu")) == {}
 
 
 def test_images_in_memory_are_neither_read_nor_decoded(tiny: Any) -> None:

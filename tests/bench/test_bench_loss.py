@@ -35,7 +35,10 @@ def test_a_record_becomes_a_table_and_a_plot(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "loss.svg").read_text()
 
 
-def test_mistakes_are_told_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_told_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="--out needs a folder"):
+        run(LossBenchmark(out=tmp_path / "file"))
     with pytest.raises(UserError, match="There is no backend 'jax'"):
         run(LossBenchmark(backends=("jax",)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

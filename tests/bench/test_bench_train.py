@@ -113,6 +113,28 @@ def test_mistakes_are_told_plainly(tiny: Any) -> None:
         TrainBenchmark(images=(0,))
     with pytest.raises(UserError, match="larger than the data set"):
         run(tiny(), TrainBenchmark(images=(4,), steps=1))
+    for kind in ("captured", "compiled"):
+        with pytest.raises(UserError, match=f"A step is only {kind} on a GPU. Use eager or auto"):
+            run(tiny(execution={"step": kind}), TrainBenchmark(steps=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({"data": "digits", "make": 9}, "--data and --make"),
+        ({"data": "shapes", "images": (16,)}, "--data and --images"),
+        ({"make": 9, "images": (16,), "queue": (32,)}, "--make and --images"),
+        ({"data": "digits", "make": 9, "queue": (32,)}, "--data and --make and --queue"),
+    ],
+)
+def test_only_one_thing_can_be_trained_on(settings: dict[str, Any], options: str) -> None:
+    with pytest.raises(UserError, match=f"^{options} do not go together"):
+        TrainBenchmark(**settings)
+
+
+def test_data_of_the_command_line_is_told_from_that_of_the_recipe() -> None:
+    with pytest.raises(SystemExit):  # as for every setting that is wrong by itself
+        main(["bench", "train", "moco-small", "--data", "shapes", "--make", "9"])
 
 
 @pytest.mark.gpu

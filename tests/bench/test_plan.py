@@ -128,12 +128,21 @@ def test_mistakes_are_told_plainly(tiny: Any, capsys: pytest.CaptureFixture[str]
         plan(tiny(), PlanSettings())
     with pytest.raises(UserError, match="larger than the data set of 4 images"):
         plan(tiny(), PlanSettings(images=4))
+    with pytest.raises(UserError, match="A step is only captured on a GPU"):
+        plan(tiny(execution={"step": "captured"}), PlanSettings(images=40))
     with pytest.raises(UserError, match="--images must be above 0"):
         PlanSettings(images=0)
     assert main(["plan", "--images", "5"]) == 2
     assert "Name the recipe first" in capsys.readouterr().err
     assert main(["plan"]) == 0
     assert "usage: co2 plan RECIPE" in capsys.readouterr().out
+
+
+def test_a_batch_that_is_advised_works(tiny: Any) -> None:
+    experiment = tiny("demo-moco", encoder={"groups": 4})
+    with pytest.raises(UserError, match=r"data set of 10 images\. Use --batch-size 8, or more images"):
+        plan(experiment, PlanSettings(images=10))
+    assert plan(experiment.edit(batch_size=8), PlanSettings(images=10, seconds=0.05))["forecast"]["images"] == 10
 
 
 @pytest.mark.gpu

@@ -111,6 +111,7 @@ MISTAKES = {
     "no such backbone": ({"encoder": {"backbone": "torchvision/resnet5"}}, {}, "Did you mean 'torchvision/resnet50'"),
     "no such data for one": ({}, {"1": "missing-folder"}, "missing-folder"),
     "other data for one": ({}, {"1": "shapes:54:16"}, "53 images for one of the processes and 54 for another"),
+    "other names for one": ({"data": "digits"}, {"1": "shapes:1437:16"}, "other names for one of the processes"),
     "groups": ({"encoder": {"groups": 3}}, {}, "3 groups .* among 2 processes. Use --encoder.groups 4"),
     "NaN": ({}, {}, r"NaN or infinite at step 2; the 19 images .* There is no checkpoint yet"),
     "moco": ({}, {}, "is not empty"),  # the name of a run that is there

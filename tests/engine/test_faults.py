@@ -2,8 +2,10 @@
 
 import errno
 import gc
+import itertools
 import multiprocessing
 import os
+import pty
 import random
 import resource
 import shutil
@@ -11,16 +13,19 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import co2
-from co2.checkpoint import CheckpointWriter, checkpoints, read_checkpoint
-from co2.engine import trainer
-from co2.engine.pretrain import pretrain
+from co2.checkpoint import CheckpointWriter, checkpoints, read_checkpoint, write_checkpoint
+from co2.engine import monitor, trainer
+from co2.engine.pretrain import Run, Stopped, pretrain
+from co2.engine.progress import Quiet
 from co2.errors import RunError
 
 forked = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
@@ -130,6 +135,7 @@ def test_a_kill_inside_a_checkpoint_write_changes_nothing(tiny, tmp_path, share)
     assert list((tmp_path / "killed" / "checkpoints").glob("*.writing"))  # it died in the middle of it
     pretrain(tiny(epochs=3, resume=True), out=tmp_path / "killed")
     assert_same_weights(undisturbed, tmp_path / "killed")
+    assert {path.suffix for path in (tmp_path / "killed" / "checkpoints").iterdir()} == {".pt", ".sha256"}
 
 
 def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_it_used(tiny, tmp_path, capsys):
@@ -148,6 +154,62 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_it_used(tiny, tm
     assert_same_weights(undisturbed, run)
 
 
+def lacking(part):
+    """Makes a checkpoint one that lacks a part of itself."""
+
+    def spoil(state):
+        del state[part]
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *map(lacking, ("images", "step", "mechanism", "optimiser")),
+        lambda state: state.update(step="x"),
+        lambda state: state.update(step=10**9),
+        lambda state: state.update(images="many"),
+        lambda state: state["mechanism"].popitem(),
+        lambda state: state["mechanism"].update(encoder=3),
+        lambda state: state["optimiser"].clear(),
+        lambda state: state.clear(),
+    ],
+)
+def test_a_checkpoint_that_lacks_something_is_damaged(tiny, tmp_path, capsys, spoil):
+    run = pretrain(tiny(), out=tmp_path / "run")
+    before = weights(run)
+    for step, outcome in ((6, "Going on from step 3"), (3, "None of the checkpoints")):
+        path = next(path for path in checkpoints(run) if path.name == f"step-{step:09d}.pt")
+        state = read_checkpoint(path)
+        spoil(state)
+        write_checkpoint(run, state, step)
+        if step == 6:
+            pretrain(tiny(resume=True), out=run)
+            assert all(torch.equal(before[name], value) for name, value in weights(run).items())
+            said = capsys.readouterr().out
+            assert f"{path} is damaged" in said
+            assert outcome in said
+            path.unlink()
+    with pytest.raises(RunError, match=outcome):
+        pretrain(tiny(resume=True), out=run)
+
+
+def test_a_stop_after_damaged_checkpoints_leaves_one_to_go_on_from(tiny, tmp_path, monkeypatch):
+    settings = {"epochs": 6, "monitoring": {"keep_every": 2, "evaluate_every": 6}}
+    undisturbed = pretrain(tiny(**settings), out=tmp_path / "undisturbed")
+    run = pretrain(tiny(**settings), out=tmp_path / "run")
+    for path in checkpoints(run)[1:]:
+        os.truncate(path, 1000)
+    with monkeypatch.context() as patch:
+        AtStep(patch, 9, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Stopped):
+            pretrain(tiny(**settings, resume=True), out=run)
+    assert [path.name for path in checkpoints(run)][-1] == "step-000000010.pt"
+    pretrain(tiny(**settings, resume=True), out=run)
+    assert_same_weights(undisturbed, run)
+
+
 def test_resume_auto_starts_and_continues(tiny, tmp_path):
     run = pretrain(tiny(resume="auto"), out=tmp_path / "run")
     before = weights(run)
@@ -155,7 +217,23 @@ def test_resume_auto_starts_and_continues(tiny, tmp_path):
     assert all(torch.equal(before[name], value) for name, value in weights(run).items())
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again(tiny, tmp_path):
+def test_a_start_that_was_killed_in_its_first_write_starts_again(tiny, tmp_path):
+    def die_at_once(file, data=None):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def prepare():
+        from co2 import checkpoint
+
+        checkpoint.os.fsync = die_at_once
+
+    process = start(tiny(resume="auto"), tmp_path / "run", prepare)
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
+    assert sorted(os.listdir(tmp_path / "run")) == [".lock", "config.json.writing"]
+    pretrain(tiny(epochs=1, resume="auto"), out=tmp_path / "run")
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tiny, rows, tmp_path):
     undisturbed = pretrain(tiny(), out=tmp_path / "undisturbed")
 
     def die_at_once():
@@ -171,8 +249,14 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tiny, tmp_path):
     process = start(tiny(), tmp_path / "killed", die_at_once)
     process.join(timeout=60)
     assert process.exitcode == -signal.SIGKILL
+    assert [row["step"] for row in rows(tmp_path / "killed", "epoch")] == [0]
+    time.sleep(1)  # TensorBoard names its files by the second, and reads them in that order
     pretrain(tiny(resume="auto"), out=tmp_path / "killed")
     assert_same_weights(undisturbed, tmp_path / "killed")
+    assert [row["step"] for row in rows(tmp_path / "killed", "epoch")] == [0, 3, 6]
+    assert [row["step"] for row in rows(tmp_path / "killed")] == [1, 2, 3, 4, 5, 6]
+    events = EventAccumulator(str(tmp_path / "killed")).Reload()
+    assert [point.step for point in events.Scalars("epoch/effective_rank")] == [0, 3, 6]
 
 
 FULL_DISK = """
@@ -211,6 +295,20 @@ def test_a_file_that_cannot_grow_is_a_full_disk_in_a_sentence(tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))  # no half-written file takes up the room
 
 
+@pytest.mark.parametrize(
+    ("room", "name", "code", "sentence"),
+    [("0", "run", 1, "is full"), ("1000", "run", 1, "is full"), ("1000000", "x" * 300, 2, "File name too long")],
+)
+@pytest.mark.parametrize("resume", [[], ["--resume", "auto"]])
+def test_a_folder_that_cannot_be_begun_is_told_in_a_sentence(tmp_path, room, name, code, sentence, resume):
+    command = [sys.executable, "-c", FULL_DISK, room, *words(tmp_path / name), *resume]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == code, result.stderr
+    assert sentence in result.stderr
+    assert "--out" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_a_really_full_disk_loses_nothing_but_steps(tiny, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -231,6 +329,50 @@ def test_a_really_full_disk_loses_nothing_but_steps(tiny, tmp_path):
         assert checkpoints(run)[-1].name == "step-000000006.pt"
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
+
+
+MANY_EPOCHS = ["--epochs", "20", "--monitoring.evaluate-every", "100", "--workers", "0"]
+
+
+def assert_whole(run, epochs=20):
+    assert checkpoints(run)[-1].name == f"step-{3 * epochs:09d}.pt"
+    assert (run / "backbone.safetensors").is_file()
+
+
+def test_a_reader_who_has_seen_enough_does_not_end_the_run(tmp_path):
+    command = [sys.executable, "-m", "co2.cli", *words(tmp_path / "run"), *MANY_EPOCHS]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline().startswith("demo-co2")
+    process.stdout.close()  # as `head -1` does
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=120) == 0, errors
+    assert errors == ""
+    assert_whole(tmp_path / "run")
+
+
+def test_a_terminal_that_is_closed_does_not_end_the_run(tmp_path):
+    terminal, its_end = pty.openpty()
+    command = [sys.executable, "-m", "co2.cli", *words(tmp_path / "run"), *MANY_EPOCHS]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=its_end, stderr=its_end, start_new_session=True
+    )
+    os.close(its_end)
+    shown = b""
+    while b"epoch 0/20" not in shown:
+        shown += os.read(terminal, 1000)
+    os.close(terminal)
+    assert process.wait(timeout=120) == 0
+    assert_whole(tmp_path / "run")
+
+
+def test_a_run_in_python_goes_on_without_its_reader(tiny, tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as nobody_listens:
+        monkeypatch.setattr(sys, "stdout", nobody_listens)
+        run = pretrain(tiny(), out=tmp_path / "run")
+    assert_whole(run, epochs=2)
 
 
 class AtStep:
@@ -283,6 +425,70 @@ def test_a_mount_that_vanishes_in_mid_run(tiny, tmp_path, monkeypatch):
     assert checkpoints(tmp_path / "run")
 
 
+class AtMeasurement:
+    """Does something once, just before a measurement, counted from 0."""
+
+    def __init__(self, monkeypatch, number, action):
+        original, calls = monitor.Monitor.measure, itertools.count()
+
+        def measure(self, encoder):
+            if next(calls) == number:
+                action()
+            return original(self, encoder)
+
+        monkeypatch.setattr(monitor.Monitor, "measure", measure)
+
+
+def assert_same_curves(first, second, rows):
+    for kind in ("train", "epoch", "advice"):
+        ours, theirs = (
+            [{**row, "seconds": 0, "images_per_second": 0, "waiting": 0} for row in rows(run, kind)]
+            for run in (first, second)
+        )
+        assert ours == theirs
+
+
+def test_held_out_images_that_vanish_cost_no_epoch_and_no_measurement(tiny, rows, tmp_path, monkeypatch):
+    data = tmp_path / "pictures"
+    for folder in ("train/a", "train/b", "val/a", "val/b"):
+        pictures(data / folder, count=20)
+    monkeypatch.setattr(monitor, "KEPT_BYTES", 0)  # as with more images
+    settings = {"data": str(data), "epochs": 3}
+    undisturbed = pretrain(tiny(**settings), out=tmp_path / "undisturbed")
+    with monkeypatch.context() as patch:
+        AtMeasurement(patch, 2, lambda: (data / "val").rename(tmp_path / "away"))
+        with pytest.raises(RunError, match=r"could not be measured: None of the .* go on with --resume"):
+            pretrain(tiny(**settings), out=tmp_path / "run")
+    assert checkpoints(tmp_path / "run")[-1].name == "step-000000006.pt"
+    (tmp_path / "away").rename(data / "val")
+    run = pretrain(tiny(**settings, resume=True), out=tmp_path / "run")
+    assert_same_weights(undisturbed, run)
+    assert_same_curves(undisturbed, run, rows)
+
+
+@pytest.mark.parametrize("number", [1, 3])  # at the end of the first epoch, and of the run
+def test_a_kill_in_a_measurement_costs_neither_the_epoch_nor_the_measurement(tiny, rows, tmp_path, number):
+    undisturbed = pretrain(tiny(epochs=3), out=tmp_path / "undisturbed")
+    checkpoint = tmp_path / "run" / "checkpoints" / f"step-{3 * number:09d}.pt"
+
+    def die():
+        wait_for(checkpoint)  # it is written beside the training
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = start(tiny(epochs=3), tmp_path / "run", lambda: AtMeasurement(pytest.MonkeyPatch(), number, die))
+    process.join(timeout=120)
+    assert process.exitcode == -signal.SIGKILL
+    run = pretrain(tiny(epochs=3, resume=True), out=tmp_path / "run")
+    assert_same_weights(undisturbed, run)
+    assert_same_curves(undisturbed, run, rows)
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def test_a_killed_worker_is_replaced_and_the_result_is_the_same(tiny, tmp_path, monkeypatch, capsys):
     data = pictures(tmp_path / "pictures", count=200)
     settings = {"data": str(data), "epochs": 2, "workers": 2, "monitoring": {"health_images": 8}}
@@ -320,6 +526,35 @@ def test_a_loss_of_nan_stops_the_run_with_what_one_needs_to_know(tiny, tmp_path,
     assert named == [f"{image:03d}.png" for image in seen["images"]]
     assert [path.name for path in checkpoints(run)] == ["step-000000003.pt"]
     assert all(value.isfinite().all() for value in weights(run).values())
+
+
+def test_weights_that_are_no_numbers_are_never_saved(tiny, tmp_path, monkeypatch):
+    """The loss of a step is from before its update, and may be the last number that there was."""
+    original = trainer.Trainer.train_step
+
+    def train_step(self, batch):
+        measured = original(self, batch)
+        if self.step == 6:  # the last of the second epoch
+            self.mechanism.encoder.head.weight.data[0, 0] = torch.nan
+        return measured
+
+    monkeypatch.setattr(trainer.Trainer, "train_step", train_step)
+    run = tmp_path / "run"
+    with pytest.raises(RunError, match=r"weights became NaN or infinite by step 6.*step-000000003\.pt.*learning-rate"):
+        pretrain(tiny(), out=run)
+    assert [path.name for path in checkpoints(run)] == ["step-000000003.pt"]
+    assert not (run / "backbone.safetensors").exists()
+
+
+def test_a_backbone_that_is_no_numbers_is_not_handed_over(tiny, tmp_path):
+    run = pretrain(tiny(), out=tmp_path / "run")
+    (run / "backbone.safetensors").unlink()
+    state = read_checkpoint(checkpoints(run)[-1])
+    state["mechanism"]["encoder.head.weight"][0, 0] = torch.inf
+    write_checkpoint(run, state, state["step"])  # as earlier versions could
+    with pytest.raises(RunError, match=r"weights became NaN or infinite.*The last good checkpoint is .*000003\.pt"):
+        pretrain(tiny(resume=True), out=run)
+    assert not (run / "backbone.safetensors").exists()
 
 
 def test_a_learning_rate_that_is_far_too_high_is_noticed(tiny, tmp_path):
@@ -407,13 +642,36 @@ def test_a_killed_run_leaves_no_lock_behind_while_its_workers_still_live(tiny, t
     pretrain(tiny(epochs=4, resume="auto"), out=tmp_path / "run")
 
 
-def test_other_errors_of_the_system_are_not_called_a_full_disk(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOTCONN])
+def test_a_disk_that_fails_is_not_called_a_full_one(tiny, tmp_path, monkeypatch, code):
     def fail(self, state, step):
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(CheckpointWriter, "write", fail)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(RunError, match=rf"cannot be written to any more \({os.strerror(code)}\).*--resume"):
         pretrain(tiny(), out=tmp_path / "run")
+
+
+def test_other_errors_of_the_system_are_not_explained_away(tiny, tmp_path, monkeypatch):
+    def fail(self, state, step):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "a compiler")
+
+    monkeypatch.setattr(CheckpointWriter, "write", fail)
+    with pytest.raises(FileNotFoundError, match="a compiler"):
+        pretrain(tiny(), out=tmp_path / "run")
+
+
+def test_a_run_folder_that_goes_away_is_not_made_again_and_can_come_back(tiny, tmp_path, monkeypatch):
+    undisturbed = pretrain(tiny(epochs=3), out=tmp_path / "undisturbed")
+    run, away = tmp_path / "run", tmp_path / "away"
+    with monkeypatch.context() as patch:
+        AtStep(patch, 4, lambda: run.rename(away))
+        with pytest.raises(RunError, match=r"cannot be written to any more \(No such file or directory\).*--resume"):
+            pretrain(tiny(epochs=3), out=run)
+    assert not run.exists()
+    away.rename(run)
+    pretrain(tiny(epochs=3, resume=True), out=run)
+    assert_same_weights(undisturbed, run)
 
 
 def test_many_runs_leak_nothing(tiny, tmp_path):
@@ -446,3 +704,32 @@ def test_many_runs_leak_nothing(tiny, tmp_path):
     assert memory < 60_000  # KiB, of about 500,000
     sizes = [sum(f.stat().st_size for f in (tmp_path / str(n)).rglob("*") if f.is_file()) for n in (0, 8)]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
+
+
+def test_a_display_is_closed_when_a_run_does_not_even_start(tiny, tmp_path, monkeypatch):
+    """A bar that is left open has hidden the cursor of the terminal."""
+
+    class Watched(Quiet):
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    display = Watched()
+    monkeypatch.setattr("co2.engine.pretrain.choose_display", lambda epochs: display)
+    with pytest.raises(co2.UserError, match="resnet5"):
+        pretrain(tiny(encoder={"backbone": "torchvision/resnet5", "stem": "standard"}), out=tmp_path / "run")
+    assert display.closed
+
+
+def test_a_replaced_worker_of_another_process_is_told_with_its_rank():
+    told = []
+    run = SimpleNamespace(
+        processes=SimpleNamespace(count=3, joined=lambda lost: [0, 2, *lost]),
+        loader=SimpleNamespace(workers=SimpleNamespace(lost=1)),
+        display=SimpleNamespace(say=told.append),
+        _lost_workers=[0, 1, 1],
+    )
+    for _ in range(2):
+        Run._tell_of_lost_workers(run)
+    assert told == ["A process that prepares images for process 1 of 3 was ended by the system and has been replaced."]

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import co2
-from co2.checkpoint import checkpoints, read_checkpoint
+from co2.checkpoint import checkpoints, read_checkpoint, write_checkpoint
 from co2.cli import main
-from co2.engine.pretrain import pretrain
+from co2.engine import mechanisms
+from co2.engine.pretrain import check_names, check_sizes, memory_advice, pretrain
 
 ALL_METHODS = [
     "demo-moco",
@@ -82,6 +84,18 @@ def test_tensorboard_sees_the_same_numbers(tiny, rows, tmp_path):
     assert len(events.Scalars("epoch/knn_top1")) == 3
 
 
+def test_tensorboard_sees_every_step_of_a_resumed_run_once(tiny, rows, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        StopAfter(patch, 4)
+        with pytest.raises(co2.engine.pretrain.Stopped):
+            pretrain(tiny(), out=tmp_path / "run")
+    time.sleep(1)  # TensorBoard names its files by the second, and reads them in that order
+    run = pretrain(tiny(resume=True), out=tmp_path / "run")
+    events = EventAccumulator(str(run)).Reload()
+    assert [point.step for point in events.Scalars("train/loss")] == [row["step"] for row in rows(run)]
+    assert [point.step for point in events.Scalars("epoch/knn_top1")] == [0, 3, 6]
+
+
 def test_a_run_repeats_whatever_the_number_of_workers(tiny, tmp_path):
     first = pretrain(tiny(workers=0), out=tmp_path / "first")
     second = pretrain(tiny(workers=2), out=tmp_path / "second")
@@ -130,6 +144,36 @@ def test_a_run_stopped_and_resumed_ends_with_identical_weights(tiny, rows, tmp_p
             assert [row.get(name) for row in ours] == [row.get(name) for row in theirs]
     backbones = [co2.load_backbone(run).state_dict() for run in (undisturbed, resumed)]
     assert all(torch.equal(backbones[0][name], backbones[1][name]) for name in backbones[0])
+
+
+@pytest.fixture
+def dropout(monkeypatch):
+    """Encoders that draw random numbers in each step, as those with dropout or stochastic depth do."""
+    build = mechanisms.build_encoder
+
+    def with_dropout(*arguments):
+        encoder = build(*arguments)
+        encoder.head = torch.nn.Sequential(torch.nn.Dropout(0.3), encoder.head)
+        return encoder
+
+    monkeypatch.setattr(mechanisms, "build_encoder", with_dropout)
+
+
+def test_a_network_that_draws_repeats_and_resumes_exactly(tiny, rows, tmp_path, monkeypatch, dropout):
+    torch.manual_seed(1)
+    first = pretrain(tiny(workers=0), out=tmp_path / "first")
+    torch.manual_seed(2)
+    second = pretrain(tiny(workers=1), out=tmp_path / "second")
+    assert_same_weights(first, second)
+    for steps in (2, 3):  # in mid-epoch, and at its end
+        with monkeypatch.context() as patch:
+            StopAfter(patch, steps)
+            with pytest.raises(co2.engine.pretrain.Stopped):
+                pretrain(tiny(), out=tmp_path / f"stopped-{steps}")
+        torch.manual_seed(3)
+        resumed = pretrain(tiny(workers=1, resume=True), out=tmp_path / f"stopped-{steps}")
+        assert_same_weights(first, resumed)
+        assert [row["loss"] for row in rows(first)] == [row["loss"] for row in rows(resumed)]
 
 
 def words_for(run, *words):
@@ -206,6 +250,37 @@ def test_resuming_with_other_settings_says_what_differs(tiny, tmp_path):
         pretrain(tiny(epochs=1, data="shapes:41:16", resume=True), out=tmp_path / "run")
 
 
+def test_resuming_with_as_many_other_images_is_refused(tiny, tmp_path):
+    data = write_pictures(tmp_path / "pictures", 40)
+    run = pretrain(tiny(epochs=1), data=data, out=tmp_path / "run")
+    before = sorted(run.rglob("*"))
+    with pytest.raises(co2.UserError, match=r"other names.*Resume with the data it was started with"):
+        pretrain(tiny(epochs=1, resume=True), out=run)  # 40 as well
+    (data / "z").mkdir()
+    (data / "007.png").rename(data / "z" / "007.png")  # every image after it has another number now
+    with pytest.raises(co2.UserError, match=r"other names.*Resume with the data it was started with"):
+        pretrain(tiny(epochs=1, resume=True), data=data, out=run)
+    assert sorted(run.rglob("*")) == before
+    (data / "z" / "007.png").rename(data / "007.png")
+    (data / "z").rmdir()
+    moved = data.rename(tmp_path / "moved")
+    pretrain(tiny(epochs=1, resume=True), data=moved, out=run)
+
+
+def test_a_checkpoint_from_before_names_were_noted_is_accepted(tiny, tmp_path):
+    run = pretrain(tiny(epochs=1), out=tmp_path / "run")
+    state = read_checkpoint(checkpoints(run)[-1])
+    del state["names"]
+    write_checkpoint(run, state, state["step"])
+    pretrain(tiny(epochs=1, resume=True), out=run)
+
+
+def test_processes_must_mean_the_same_images(tiny):
+    check_names(tiny(), [3, 3])
+    with pytest.raises(co2.UserError, match="All must see the same images"):
+        check_names(tiny(), [3, 4])
+
+
 def test_a_finished_run_can_be_resumed_without_harm(tiny, tmp_path):
     run = pretrain(tiny(), out=tmp_path / "run")
     before = co2.load_backbone(run).state_dict()
@@ -252,6 +327,74 @@ def test_a_batch_larger_than_the_data_set_is_refused(tiny, tmp_path):
     with pytest.raises(co2.UserError, match=r"larger than the data set of 40 images.*--batch-size"):
         pretrain(tiny(batch_size=64), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recipe", ["demo-moco", "simclr-small", "insdisc-small"])
+@pytest.mark.parametrize("groups", [2, 4, 8])
+def test_a_batch_that_is_advised_is_not_refused_in_its_turn(tiny, recipe, groups):
+    experiment = tiny(recipe, batch_size=64, encoder={"groups": groups})
+    for images in range(4 if recipe == "demo-moco" else 2, 64):
+        with pytest.raises(co2.UserError, match=r"Use --batch-size \d+.*, or more images") as refusal:
+            check_sizes(experiment, [images])
+        advised = re.search(r"--batch-size (\d+)(?: with --encoder.groups (\d+))?", str(refusal.value))
+        size, fewer = advised.groups()
+        check_sizes(experiment.edit(encoder={"groups": int(fewer or groups)}, batch_size=int(size)), [images])
+    with pytest.raises(co2.UserError, match=r"needs [24] images at least"):
+        check_sizes(experiment, [1])
+
+
+@pytest.mark.parametrize("kind", ["captured", "compiled"])
+def test_a_step_for_gpus_is_refused_on_a_cpu_unless_the_run_comes_from_one(tiny, tmp_path, capsys, kind):
+    for_a_gpu = {"execution": {"step": kind}}
+    for resume in (False, True, "auto"):
+        with pytest.raises(co2.UserError, match=f"A step is only {kind} on a GPU. Use eager or auto"):
+            pretrain(tiny(resume=resume, **for_a_gpu), out=tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+    pretrain(tiny(epochs=1), out=tmp_path / "run")
+    assert "as they are written" not in capsys.readouterr().out
+    pretrain(tiny(epochs=1, resume=True, **for_a_gpu), out=tmp_path / "run")
+    assert f"Steps are not {kind} but taken as they are written: the device is cpu." in capsys.readouterr().out
+
+
+TOO_LITTLE = {"input": "resident", "resident_gib": 1e-6}
+
+
+def test_a_run_that_is_refused_at_its_start_leaves_its_folder_to_a_corrected_one(tiny, tmp_path):
+    with pytest.raises(co2.UserError, match="do not fit"):
+        pretrain(tiny(execution=TOO_LITTLE), out=tmp_path / "runs" / "mine")
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(co2.UserError, match="do not fit"):
+        pretrain(tiny(execution=TOO_LITTLE), out=tmp_path / "runs")
+    assert os.listdir(tmp_path) == ["runs"]  # which was there
+    assert os.listdir(tmp_path / "runs") == []
+    pretrain(tiny(epochs=1), out=tmp_path / "runs")
+
+
+def test_a_run_that_is_there_survives_the_refusal_to_continue_it(tiny, tmp_path):
+    run = pretrain(tiny(epochs=1), out=tmp_path / "run")
+    before = sorted(run.rglob("*"))
+    with pytest.raises(co2.UserError, match="do not fit"):
+        pretrain(tiny(epochs=1, resume=True, execution=TOO_LITTLE), out=run)
+    assert sorted(run.rglob("*")) == before
+    for checkpoint in checkpoints(run):  # ended before its first one
+        checkpoint.unlink()
+    with pytest.raises(co2.UserError, match="do not fit"):
+        pretrain(tiny(epochs=1, resume=True, execution=TOO_LITTLE), out=run)
+    assert (run / "config.json").is_file()
+
+
+def test_memory_advice_is_about_the_current_gpu(tiny, tmp_path, monkeypatch):
+    class Properties:
+        total_memory = 7 * 2**30
+
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: asked.append(device) or Properties())
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 2**30)
+    (tmp_path / "config.json").write_text(tiny().to_json())
+    assert "(7 GiB) ran out; the run had reached 1.0 GiB" in memory_advice(tmp_path)
+    assert asked == [None]
 
 
 def test_a_queue_larger_than_the_data_set_is_a_warning(tiny, tmp_path, capsys):

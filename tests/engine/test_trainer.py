@@ -1,8 +1,12 @@
 """One step, by its effect on the weights."""
 
+import pytest
 import torch
 
+from co2.engine import mechanisms
+from co2.engine.distributed import Processes
 from co2.engine.trainer import MEASURED, Trainer
+from co2.machine import Launch
 from co2.views.loader import Batch
 
 CPU = torch.device("cpu")
@@ -32,3 +36,62 @@ def test_a_symmetric_step_adds_up_both_directions(tiny):
     assert abs(reported["loss"] - reported_there["loss"] - reported_back["loss"]) < 1e-4
     mean = (reported_there["instance"] + reported_back["instance"]) / 2
     assert abs(reported["instance"] - mean) < 1e-5
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["encoder.head.weight", "key_encoder.encoder.backbone.bn1.running_var", "queue.rows"])
+def test_anything_that_is_no_number_is_noticed(tiny, name, bad):
+    trainer = Trainer(tiny(), 40, 10, CPU)
+    tensor = trainer.mechanism.state_dict()[name]
+    tensor.view(-1)[-1] = torch.finfo(tensor.dtype).max
+    assert trainer.is_finite()
+    tensor.view(-1)[-1] = bad
+    assert not trainer.is_finite()
+
+
+def drawn(trainer, step):
+    """What layers draw in a step."""
+    trainer.step = step
+    with trainer._layers_seeded():
+        return torch.rand(3).tolist()
+
+
+def test_what_layers_draw_is_a_function_of_seed_step_and_process(tiny):
+    first, again, other = (Trainer(tiny(seed=seed), 40, 10, CPU) for seed in (0, 0, 1))
+    numbers = [drawn(first, step) for step in range(4)]
+    assert [drawn(again, step) for step in (3, 1)] == [numbers[3], numbers[1]]
+    second_process = Trainer(tiny(), 40, 10, CPU)
+    second_process.processes = Processes(Launch(1, 2))
+    assert len({tuple(one) for one in [*numbers, drawn(other, 0), drawn(second_process, 0)]}) == 6
+
+
+def test_where_no_layer_draws_the_generators_are_left_alone_after_the_first_step(tiny):
+    trainer = Trainer(tiny(), 40, 10, CPU)
+    views = torch.randint(0, 256, (2, B, 3, 16, 16), dtype=torch.uint8)
+    trainer.train_step(Batch(torch.arange(B), views, [], B))
+    before = torch.get_rng_state()
+    trainer.train_step(Batch(torch.arange(B), views, [], B))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_network_that_draws_is_not_captured_and_says_so(tiny, monkeypatch):
+    """With a stand-in for the CUDA graph."""
+    build, told = mechanisms.build_encoder, []
+
+    def with_dropout(*arguments):
+        encoder = build(*arguments)
+        encoder.head = torch.nn.Sequential(torch.nn.Dropout(0.3), encoder.head)
+        return encoder
+
+    monkeypatch.setattr("co2.engine.trainer.CapturedStep", lambda step, tell: step)
+    monkeypatch.setattr(Trainer, "_kind_of_step", lambda self: "captured")
+    for expected in (0, 1):
+        trainer = Trainer(tiny(), 40, 10, CPU, tell=told.append)
+        for _ in range(2):
+            views = torch.randint(0, 256, (2, B, 3, 16, 16), dtype=torch.uint8)
+            trainer.train_step(Batch(torch.arange(B), views, [], B))
+        assert trainer.kind == ("eager" if expected else "captured")
+        assert (trainer._captured is None) == bool(expected)
+        assert len(told) == expected
+        monkeypatch.setattr(mechanisms, "build_encoder", with_dropout)
+    assert "not captured" in told[0]

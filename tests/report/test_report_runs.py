@@ -105,6 +105,17 @@ def test_a_broken_line_in_the_middle_is_named(make_run) -> None:
         read_run(folder)
 
 
+@pytest.mark.parametrize("value", ['"abc"', "[1]", "{}", "NaN", "1" + 400 * "0"])
+def test_a_value_that_is_no_number_is_named_by_its_line(make_run, value: str) -> None:
+    for kind, measure in (("train", "instance"), ("epoch", "knn_top1"), ("advice", "epoch")):
+        folder = make_run(f"{kind}/run", epochs=2)
+        lines = (folder / METRICS).read_text().splitlines()
+        lines.insert(4, f'{{"kind": "{kind}", "step": 3, "epoch": 1.0, "seconds": 1.0, "{measure}": {value}}}')
+        (folder / METRICS).write_text("\n".join(lines) + "\n")
+        with pytest.raises(UserError, match="Line 5 of"):
+            read_run(folder)
+
+
 def test_runs_of_the_same_name_are_told_apart(make_run) -> None:
     folders = [make_run("a/run", epochs=2), make_run("b/run", epochs=2), make_run("c/other", epochs=2)]
     assert [run.name for run in read_runs(folders)] == [str(folders[0]), str(folders[1]), "other"]

@@ -12,10 +12,10 @@ from co2.data.shapes import ShapesSource
 from co2.data.source import ArraySource, BadImage, ImageSource
 from co2.errors import UserError
 from co2.views import choose_input as module
-from co2.views.choose_input import Survey, choose_input, in_bytes, survey
+from co2.views.choose_input import Survey, choose_input, survey
 from co2.views.jpeg_stream import JpegViews
 from co2.views.loader import ViewLoader
-from co2.views.resident import ResidentViews
+from co2.views.resident import ResidentViews, in_bytes
 
 CUDA = torch.device("cuda")
 JPEG = KINDS[:1]
@@ -130,7 +130,7 @@ def test_what_was_thought_to_fit_and_does_not_takes_another_way(tmp_path):
         (tmp_path / "images" / f"{number:04d}.jpg").write_bytes(jpeg(smooth(number, side, side)))
     kind, sentence = chosen(folder_source(str(tmp_path / "images")))
     assert kind == "jpeg"
-    assert "thought to fit into the GPU's memory and did not (more than the 0.00 GiB allowed)" in sentence
+    assert "thought to fit into the GPU's memory and did not (more than the 1 MiB allowed)" in sentence
 
 
 def sampled(count):

@@ -1,0 +1,160 @@
+"""The run folder itself: who may write to it, what is left of it after a kill, and what is read back from it."""
+
+import errno
+import fcntl
+import json
+import os
+
+import numpy as np
+import pytest
+
+import co2
+from co2.data.folder import FileSource
+from co2.data.shapes import ShapesSource
+from co2.engine import records
+from co2.engine.records import BAD_IMAGES, METRICS, Records, claim_folder, fingerprint_of_names
+from co2.errors import RunError
+
+
+def files(root, *names):
+    return FileSource("pictures", str(root), [name.encode() for name in names])
+
+
+def test_a_fingerprint_tells_names_and_their_order_apart_but_not_where_they_lie():
+    ours = fingerprint_of_names(files("/a/train", "cat/1.png", "cat/2.png", "dog/1.png"))
+    assert ours == fingerprint_of_names(files("elsewhere", "cat/1.png", "cat/2.png", "dog/1.png"))
+    assert ours == fingerprint_of_names(files("/", "mnt/b/cat/1.png", "mnt/b/cat/2.png", "mnt/b/dog/1.png"))
+    others = [
+        ("cat/1.png", "dog/1.png", "cat/2.png"),
+        ("cat/1.png", "cat/3.png", "dog/1.png"),
+        ("cat/1.png", "dog/2.png", "dog/1.png"),  # moved from one class to another
+        ("cat/1.png", "cat/2.png"),
+    ]
+    assert len({ours, *(fingerprint_of_names(files("/a/train", *names)) for names in others)}) == 5
+    assert -(2**63) <= ours < 2**64
+
+
+def test_a_fingerprint_leaves_the_beginning_of_file_names_alone():
+    cats = fingerprint_of_names(files("/a", "cat_1.png", "cat_2.png"))
+    assert cats != fingerprint_of_names(files("/a", "dog_1.png", "dog_2.png"))
+
+
+def test_sources_without_files_have_names_by_number():
+    assert fingerprint_of_names(ShapesSource(40, 16)) == fingerprint_of_names(ShapesSource(40, 16))
+    assert fingerprint_of_names(ShapesSource(40, 16)) != fingerprint_of_names(ShapesSource(41, 16))
+    half = ShapesSource(40, 16).subset(np.arange(20))
+    assert fingerprint_of_names(half) == fingerprint_of_names(ShapesSource(20, 16))
+
+
+@pytest.mark.parametrize("left", [[".lock"], [".lock", "config.json.writing"]])
+def test_a_start_that_was_killed_can_be_started_again(tiny, tmp_path, left):
+    for name in left:
+        (tmp_path / name).write_text('{"rec')
+    with claim_folder(tmp_path, tiny(resume="auto")):
+        assert json.loads((tmp_path / "config.json").read_text())["recipe"] == "demo-co2"
+    assert sorted(os.listdir(tmp_path)) == [".lock", "config.json"]
+
+
+def test_what_a_killed_write_has_left_goes_when_the_folder_is_claimed(tiny, tmp_path):
+    with claim_folder(tmp_path, tiny()):
+        pass
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-000000003.pt.writing").write_bytes(b"half")
+    with claim_folder(tmp_path, tiny(resume=True)):
+        assert not os.listdir(tmp_path / "checkpoints")
+
+
+def test_a_name_that_is_too_long_is_told_plainly(tiny, tmp_path):
+    with pytest.raises(co2.UserError, match=r"File name too long.*--out"), claim_folder(tmp_path / ("x" * 300), tiny()):
+        pass
+
+
+def test_a_disk_that_is_full_when_the_settings_are_written_is_told_plainly(tiny, tmp_path, monkeypatch):
+    def fail(path, write):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(records, "write_atomically", fail)
+    with (
+        pytest.raises(RunError, match=r"is full \(No space left on device\)\. Make room"),
+        claim_folder(tmp_path, tiny()),
+    ):
+        pass
+
+
+def test_errors_while_the_folder_is_claimed_are_left_alone(tiny, tmp_path):
+    with pytest.raises(OSError, match="of the run's own"), claim_folder(tmp_path, tiny()):
+        raise OSError(errno.ENOSPC, "of the run's own")
+
+
+def test_where_there_are_no_locks_the_run_goes_on_and_says_so(tiny, tmp_path, monkeypatch, capsys):
+    def unsupported(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    with claim_folder(tmp_path, tiny()):
+        assert (tmp_path / "config.json").is_file()
+    said = capsys.readouterr().out
+    assert "cannot be locked (No locks available)" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EACCES])
+def test_a_lock_that_is_held_is_held(tiny, tmp_path, monkeypatch, code):
+    def held(file, how):
+        raise OSError(code, "held")
+
+    monkeypatch.setattr(fcntl, "lockf", held)
+    with pytest.raises(co2.UserError, match="Another process is writing"), claim_folder(tmp_path, tiny()):
+        pass
+
+
+def test_bad_images_are_listed_once_however_often_a_run_is_resumed(tmp_path):
+    source = files("/a", *(f"{number}.png" for number in range(9)))
+    for first_step, bad in ((0, [1, 2]), (3, [2, 3]), (6, [1, 2, 3])):
+        opened = Records(tmp_path, first_step)
+        opened.note_bad([(index, "empty file") for index in bad], source)
+        opened.close()
+        listed = (tmp_path / BAD_IMAGES).read_text().splitlines()
+        assert len(opened.bad) == len(listed) == len(set(listed)) == (2 if first_step == 0 else 3)
+    assert listed == [f"/a/{number}.png\tempty file" for number in (1, 2, 3)]
+
+
+def test_a_list_of_bad_images_is_put_in_order(tmp_path):
+    (tmp_path / BAD_IMAGES).write_text("/a/1.png\tempty\n/a/1.png\tempty\nnonsense\n/a/2.png\ttrunc")
+    opened = Records(tmp_path, 3)
+    opened.note_bad([(2, "truncated file")], files("/a", "0.png", "1.png", "2.png"))
+    opened.close()
+    assert (tmp_path / BAD_IMAGES).read_text() == "/a/1.png\tempty\n/a/2.png\ttruncated file\n"
+
+
+def test_a_list_that_has_stopped_a_run_begins_anew(tmp_path):
+    (tmp_path / BAD_IMAGES).write_text("".join(f"/a/{number}.png\tempty\n" for number in range(4)))
+    for most, left in ((4, 4), (3, 0)):
+        opened = Records(tmp_path, 3, most_bad=most)
+        opened.close()
+        assert len(opened.bad) == left
+    assert not (tmp_path / BAD_IMAGES).exists()
+
+
+def row(step, **others):
+    return json.dumps({"kind": "train", "step": step, "epoch": step / 3, "seconds": 10.0 * step} | others) + "\n"
+
+
+def test_lines_of_steps_that_are_taken_again_go(tmp_path):
+    metrics = tmp_path / METRICS
+    for first_step, kept in ((3, [0, 3]), (0, [])):
+        metrics.write_text("".join(row(step) for step in (0, 3, 6)))
+        Records(tmp_path, first_step).close()
+        assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == kept
+
+
+def test_lines_that_are_no_rows_are_passed_over(tmp_path):
+    strange = ["[1]", "7", "null", '"step"', "{}", '{"step": "x"}', '{"step": null}', '{"step": NaN}', '{"step": 1, "s']
+    strange += [row(2, seconds="abc").strip(), "[" * 100_000, '{"step": 1' + 400 * "0" + "}"]
+    (tmp_path / METRICS).write_bytes("\n".join([row(1).strip(), *strange, row(3)]).encode() + b"\xff\xfe\n")
+    opened = Records(tmp_path, 3)
+    opened.write("train", 4, 4 / 3, {})
+    opened.close()
+    rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 3, 4]
+    assert rows[-1]["seconds"] == pytest.approx(30, abs=5)
