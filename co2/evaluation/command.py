@@ -6,30 +6,30 @@ Nothing here imports torch before there is something to evaluate.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import tyro
 
-from co2.errors import UserError
-from co2.evaluation.presets import PROTOCOLS, Preset, protocol_called, settings_of
+from co2.errors import RunError, UserError
+from co2.evaluation.presets import ALL, PROTOCOLS, Preset, check_given, protocol_called, settings_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from co2.evaluation.protocol import Evaluation
     from co2.evaluation.subject import Subject
-    from co2.evaluation.suite import Circumstances
 
-ALL = "all"
 RECORDS = "evaluation"  # folder for records, inside a run folder or beside it
-_MOST_BYTES_OF_A_NAME = 200  # in the name of a record; protocol and seed come to it
+_MOST_BYTES_OF_A_NAME = 200  # in the name of a record; protocol, preset and seed come to it
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,11 @@ def run(words: list[str]) -> int:
         raise UserError(f"Say what to evaluate: co2 evaluate {name} SUBJECT, for instance a run folder, or random.")
     if request.checkpoints and name != "label-free":
         raise UserError("--checkpoints is for label-free: co2 evaluate label-free RUN --checkpoints.")
-    _evaluate(name, request, settings, command=shlex.join(["co2", "evaluate", *words]))
+    if request.checkpoints and (request.runs != 1 or request.against not in ("", "none")):
+        raise UserError("--checkpoints looks at one run, once: leave --runs and --against out.")
+    given = _given(words)
+    check_given(settings, given)
+    _evaluate(name, request, settings, given, command=shlex.join(["co2", "evaluate", *words]))
     return 0
 
 
@@ -122,11 +126,21 @@ def _parse(name: str, words: list[str]) -> tuple[Request, Any]:
 
 
 def _preset_named(words: list[str]) -> Preset:
-    """Which preset the settings start from must be known before they are parsed."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word == "--protocol=paper" or (word == "--protocol" and following == "paper"):
-            return "paper"
-    return "quick"
+    """Which preset the settings start from must be known before they are parsed. Of several, the last one counts."""
+    named: Preset = "quick"
+    for place, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option != "--protocol":
+            continue
+        value = value if equals else "".join(words[place + 1 : place + 2])
+        for preset in get_args(Preset):
+            named = preset if value == preset else named
+    return named
+
+
+def _given(words: list[str]) -> set[str]:
+    """Names of the settings that the command line speaks of."""
+    return {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
 
 
 def _settings_to_print(name: str, preset: Preset, settings: Any) -> dict[str, Any]:
@@ -135,8 +149,8 @@ def _settings_to_print(name: str, preset: Preset, settings: Any) -> dict[str, An
     return {protocol: dataclasses.asdict(settings_of(protocol, preset)) for protocol in PROTOCOLS}
 
 
-def _evaluate(name: str, request: Request, settings: Any, command: str) -> None:
-    from co2.evaluation import suite
+def _evaluate(name: str, request: Request, settings: Any, given: Set[str], command: str) -> None:
+    from co2.evaluation import label_free, suite
     from co2.evaluation.progress import shown
     from co2.evaluation.subject import open_subject
 
@@ -163,8 +177,12 @@ def _evaluate(name: str, request: Request, settings: Any, command: str) -> None:
         left_out: dict[str, str] = {}
         followed: dict[str, float] = {}
         if request.checkpoints:
-            found, followed = _checkpoints(request, settings, circumstances)
-            records.add(found["label-free", request.subject])
+            runs = suite.evaluate_checkpoints(
+                request.subject, settings, circumstances, request.protocol, request.view_size
+            )
+            found["label-free", request.subject] = runs
+            followed = label_free.correlations(runs) if "knn_top1" in runs[0].numbers else {}
+            records.add(runs)
         elif name == ALL:
 
             def done(protocol: str, one: Subject, runs: list[Evaluation]) -> None:
@@ -175,10 +193,9 @@ def _evaluate(name: str, request: Request, settings: Any, command: str) -> None:
             found, left_out = everything.runs, everything.left_out
         else:
             for one in subjects:
-                found[name, one.name] = suite.evaluate_runs(name, one, settings, circumstances)
+                own = suite.suited(name, request.protocol, one, settings, given, progress)
+                found[name, one.name] = suite.evaluate_runs(name, one, own, circumstances, request.protocol)
                 records.add(found[name, one.name])
-    if not found:
-        raise UserError("Nothing could be evaluated.\n" + "\n".join(f"  {key}: {why}" for key, why in left_out.items()))
     if request.checkpoints:
         _show(_table_of_checkpoints(found["label-free", request.subject], followed))
     else:
@@ -188,63 +205,86 @@ def _evaluate(name: str, request: Request, settings: Any, command: str) -> None:
     print(f"Records: {records.finish(left_out, followed)}")
 
 
-def _checkpoints(
-    request: Request, settings: Any, circumstances: Circumstances
-) -> tuple[dict[tuple[str, str], list[Evaluation]], dict[str, float]]:
-    from co2.data.open import open_data
-    from co2.evaluation import label_free
-
-    if not circumstances.data:
-        raise UserError("label-free needs images: give --data, as for `co2 pretrain`.")
-    runs = label_free.evaluate_checkpoints(
-        request.subject,
-        open_data(circumstances.data),
-        settings,
-        device=circumstances.device,
-        seed=request.seed,
-        workers=circumstances.workers,
-        progress=circumstances.progress,
-    )
-    labelled = "knn_top1" in runs[0].numbers
-    return {("label-free", request.subject): runs}, label_free.correlations(runs) if labelled else {}
-
-
 class _Records:
     """Writes every evaluation down as soon as it is there."""
 
     def __init__(self, request: Request, command: str) -> None:
         subject = Path(request.subject).expanduser()
         default = subject / RECORDS if subject.is_dir() else Path(RECORDS)
-        self.out = Path(request.out) if request.out else default
+        self.out = Path(request.out).expanduser() if request.out else default
         self.single_file = self.out.suffix == ".json"
+        self.preset = request.protocol
         self.command = command
         self.evaluations: list[Evaluation] = []
+        self.failure: OSError | None = None
+        folder = self.out.parent if self.single_file else self.out
         try:
-            (self.out.parent if self.single_file else self.out).mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"Records cannot be written to {self.out}: {error.strerror}. Give another --out.") from None
+        if self.single_file and self.out.is_dir():
+            raise UserError(
+                f"{self.out} is a folder, and --out with .json at its end names a file. Give another --out."
+            )
+        if not os.access(folder, os.W_OK):
+            raise UserError(f"Records cannot be written to {self.out}: permission denied. Give another --out.")
 
     def add(self, evaluations: Sequence[Evaluation]) -> None:
         """One file for each, or all of them in the one that was asked for."""
-        from co2.evaluation.protocol import write_json
-
         for evaluation in evaluations:
             made = evaluation.details.get("made_with", {}) | {"command": self.command}
             evaluation = dataclasses.replace(evaluation, details=evaluation.details | {"made_with": made})
             self.evaluations.append(evaluation)
             if not self.single_file:
-                who = _short(re.sub(r"[^\w.]+", "-", evaluation.subject).strip("-"))
-                evaluation.write(self.out / f"{evaluation.protocol}-{who}-s{evaluation.settings.get('seed', 0)}.json")
+                self._write(self._place_of(evaluation), dataclasses.asdict(evaluation))
         if self.single_file:
             records = [dataclasses.asdict(one) for one in self.evaluations]
-            write_json(self.out, records[0] if len(records) == 1 else records)
+            self._write(self.out, records[0] if len(records) == 1 else records)
+
+    def _write(self, path: Path, value: Any) -> None:
+        """What cannot be written must not take the numbers along, which may have taken hours: `finish` tells it."""
+        from co2.evaluation.protocol import write_json
+
+        try:
+            write_json(path, value)
+        except OSError as error:
+            self.failure = self.failure or error
+
+    def _place_of(self, evaluation: Evaluation) -> Path:
+        """A name for its record: where there is one by that name of other data or settings, with a digest of these."""
+        from co2.evaluation.protocol import as_json
+
+        who = _short(re.sub(r"[^\w.]+", "-", evaluation.subject).strip("-"))
+        words = [evaluation.protocol, who, f"s{evaluation.settings.get('seed', 0)}"]
+        if evaluation.preset not in ("", "quick"):
+            words.insert(1, evaluation.preset)
+        plain = self.out / f"{'-'.join(words)}.json"
+        try:
+            there = json.loads(plain.read_text(encoding="utf-8"))
+            known = {name: there[name] for name in ("subject", "data", "settings")}
+        except (OSError, ValueError, LookupError, TypeError):
+            return plain  # nothing, or nothing to keep
+        known |= {"architecture": there["architecture"]} if "architecture" in there else {}
+        ours = json.loads(as_json({name: getattr(evaluation, name) for name in known}))
+        if known == ours:
+            return plain
+        digest = hashlib.sha256(json.dumps(ours, sort_keys=True).encode()).hexdigest()[:8]
+        return plain.with_name(f"{plain.stem}-{digest}.json")
 
     def finish(self, left_out: Mapping[str, str], followed: Mapping[str, float]) -> Path:
-        """The table as a file, beside the records."""
-        from co2.evaluation.protocol import spread_over_runs, write_json
+        """The table as a file, beside the records; and what could not be written."""
+        if not self.single_file:
+            self._summarise(left_out, followed)
+        if self.failure is not None:
+            raise RunError(
+                f"The numbers are above, but not all records of them could be written to {self.out}: "
+                f"{self.failure.strerror or self.failure}. Make room there or give another --out, and evaluate again."
+            ) from self.failure
+        return self.out
 
-        if self.single_file:
-            return self.out
+    def _summarise(self, left_out: Mapping[str, str], followed: Mapping[str, float]) -> None:
+        from co2.evaluation.protocol import spread_over_runs
+
         groups: dict[tuple[str, str], list[Evaluation]] = {}
         for evaluation in self.evaluations:
             groups.setdefault((evaluation.protocol, evaluation.subject), []).append(evaluation)
@@ -252,18 +292,23 @@ class _Records:
             {
                 "protocol": protocol,
                 "subject": subject,
+                "data": runs[0].data,
                 "runs": len(runs),
                 "numbers": {name: dataclasses.asdict(one) for name, one in spread_over_runs(runs).items()},
             }
             for (protocol, subject), runs in groups.items()
         ]
-        summary: dict[str, Any] = {"command": self.command, "results": rows, "left_out": dict(left_out)}
+        summary: dict[str, Any] = {
+            "command": self.command,
+            "preset": self.preset,
+            "results": rows,
+            "left_out": dict(left_out),
+        }
         if followed:
             summary["rank_correlation_with_knn"] = dict(followed)
         protocols = sorted({protocol for protocol, _ in groups})
-        name = f"summary-{protocols[0]}.json" if len(protocols) == 1 else "summary.json"
-        write_json(self.out / name, summary)
-        return self.out
+        words = ["summary", *(protocols if len(protocols) == 1 else []), *(["paper"] if self.preset == "paper" else [])]
+        self._write(self.out / f"{'-'.join(words)}.json", summary)
 
 
 def _short(name: str) -> str:

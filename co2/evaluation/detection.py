@@ -36,6 +36,7 @@ from co2.data.source import BadImage, readable
 from co2.data.voc import VocDetection, read_detection
 from co2.data.workers import in_parts, results_of
 from co2.errors import UserError
+from co2.evaluation.features import REPLACED, Unreadable, check_readable
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.regions import Objects, Proposals, Regions, pad_objects
@@ -81,12 +82,15 @@ def evaluate(
         check_coco()
     train, test = read_detection(data, settings.train, settings.test)
     _check(train, test, settings, progress)
+    unreadable = Unreadable(progress)
     with seeded(seed, device):
         model = on_device(Detector(subject, len(train.classes), settings), device)
-        curves, unreadable = train_detector(
+        curves, passed_over = train_detector(
             model, train, settings, device=device, seed=seed, workers=workers, progress=progress
         )
+        unreadable.add(train.images, passed_over, REPLACED)
         found, truth, missed = detect(model, test, settings, device=device, workers=workers, progress=progress)
+        unreadable.add(test.images, missed, "left out")
     progress.stage("Comparing boxes")
     matches = match(found, truth, len(test.classes))
     by_rule = {rule: voc_precision(matches, rule) for rule in ("11-point", "area")}
@@ -96,16 +100,8 @@ def evaluate(
         "by_rule": {rule: _numbers(result) for rule, result in by_rule.items()},
         "train_images": len(train.images),
         "test_images": len(truth),
-        "boxes": {
-            name: {
-                "kept": sum(len(one.labels) for one in split.objects),
-                "cut": split.clipped,
-                "dropped": split.dropped,
-            }
-            for name, split in (("train", train), ("test", test))
-        },
-        "unreadable": {train.images.describe(index): why for index, why in unreadable.items()}
-        | {test.images.describe(index): why for index, why in missed.items()},
+        "boxes": {"train": train.box_counts(), "test": test.box_counts()},
+        "unreadable": unreadable.reasons,
         "loss": curves,
         "stride": model.trunk.stride,
     }
@@ -130,8 +126,7 @@ def _check(train: VocDetection, test: VocDetection, settings: DetectionSettings,
             f"{settings.batch_size}. Give a smaller batch_size, or more images."
         )
     for name, split in ((settings.train, train), (settings.test, test)):
-        if not split.sizes.any():
-            raise UserError(f"detection: none of the {len(split.images)} images of {name} can be read.")
+        check_readable("detection", name, split.images, split.images.image)
     if not any(len(objects.labels) for objects in train.objects):
         raise UserError(f"detection: no image of {settings.train} has an object in it, so that nothing can be learnt.")
     if all(objects.difficult.all() for objects in test.objects):

@@ -8,10 +8,10 @@ import torch
 
 from co2.data.open import DataSplits
 from co2.data.source import evenly
-from co2.errors import UserError
 from co2.evaluation.features import Embedding as Embedding
+from co2.evaluation.features import Unreadable
 from co2.evaluation.features import embed as embed
-from co2.evaluation.labels import LAYOUT, check_classes
+from co2.evaluation.labels import check_classes, no_labels
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.specification import KNN_PAPER as PAPER
@@ -40,14 +40,22 @@ def evaluate(
     Nothing is random here: `seed` is only written down. The record says how many neighbours voted.
     """
     if data.bank is None or data.bank.labels is None:
-        raise UserError(f"knn needs labels, and there are none in {data.description}. {LAYOUT}")
+        raise no_labels("knn", data)
     bank_source = data.bank.spread(settings.bank_images)
     held_out = data.test is not None and data.test.labels is not None
     query_source = data.test.spread(settings.query_images) if held_out and data.test is not None else bank_source
     assert bank_source.labels is not None
     assert query_source.labels is not None
-    check_classes("knn", bank_source.labels, query_source.labels, bank_source.classes)
+    check_classes("knn", data.bank.labels, query_source.labels, bank_source.classes)
+    check_classes(
+        "knn",
+        bank_source.labels,
+        query_source.labels,
+        bank_source.classes,
+        remedy=f"Give a larger --bank-images than {settings.bank_images}, or 0 for all {len(data.bank):,}.",
+    )
     backbone = subject.build()
+    unreadable = Unreadable(progress)
     bank = embed(
         backbone,
         bank_source,
@@ -56,10 +64,19 @@ def evaluate(
         workers=workers,
         storage=settings.storage,
         progress=progress,
+        unreadable=unreadable,
     )
     queries = bank
     if held_out:
-        queries = embed(backbone, query_source, subject.views, device=device, workers=workers, progress=progress)
+        queries = embed(
+            backbone,
+            query_source,
+            subject.views,
+            device=device,
+            workers=workers,
+            progress=progress,
+            unreadable=unreadable,
+        )
     assert bank.labels is not None
     assert queries.labels is not None
     classes = len(bank_source.classes)
@@ -87,6 +104,7 @@ def evaluate(
         "bank_images": len(bank.features),
         "query_images": len(queries.features),
         "leave_one_out": not held_out,
+        "unreadable": unreadable.reasons,
     }
     if settings.best_k:
         ks = sorted({min(k, len(bank.features) - 1) for k in settings.ks})
@@ -99,6 +117,11 @@ def evaluate(
         details["top1_within_bank_by_k"] = {str(tried): top for tried, (top, _) in zip(ks, within_bank, strict=True)}
     else:
         k = neighbour_count(len(bank.features), classes, settings.k)
+        if k < settings.k:
+            progress.say(
+                f"knn: {k} neighbours vote instead of {settings.k}: no more than half of what an average class has "
+                f"among {len(bank.features):,} images of {classes:,} classes."
+            )
         [(top1, top5)] = accuracies_of(None, [k])
     details["k"] = k
     return Evaluation(

@@ -18,31 +18,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from co2.checkpoint import checkpoints
 from co2.data.open import DataSplits
 from co2.encoders.features import extract
 from co2.errors import UserError
-from co2.evaluation import knn
 from co2.evaluation.features import embed, preparation, ready
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.specification import LABEL_FREE_PAPER as PAPER
 from co2.evaluation.specification import LABEL_FREE_QUICK as QUICK
 from co2.evaluation.specification import LabelFreeSettings
-from co2.evaluation.subject import Subject, open_subject
+from co2.evaluation.subject import Subject
 from co2.measures.label_free import alignment, effective_rank, neighbour_agreement, uniformity
 from co2.measures.ranking import spearman
 from co2.views.loader import ViewLoader
 from co2.views.specification import moco_v2_views
 
-__all__ = ["PAPER", "QUICK", "LabelFreeSettings", "correlations", "evaluate", "evaluate_checkpoints"]
-
-_FEWEST_CHECKPOINTS = 3  # fewer have no order to speak of
+__all__ = ["PAPER", "QUICK", "LabelFreeSettings", "correlations", "evaluate"]
 
 
 def evaluate(
@@ -96,35 +91,6 @@ def evaluate(
         settings=dataclasses.asdict(settings) | {"seed": seed, "view_size": subject.view_size},
         details={"images": len(bank), "k": k, "agreement_by_chance": 100 * k / (len(bank) - 1)},
     )
-
-
-def evaluate_checkpoints(
-    run: str | Path,
-    data: DataSplits,
-    settings: LabelFreeSettings = QUICK,
-    *,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    workers: int = 0,
-    progress: Progress = SILENT,
-) -> list[Evaluation]:
-    """The same for every checkpoint of a run, the oldest first, with `knn_top1` where the data have labels."""
-    found = checkpoints(Path(run))
-    if len(found) < _FEWEST_CHECKPOINTS:
-        raise UserError(
-            f"{run} has {len(found)} checkpoints, and it takes {_FEWEST_CHECKPOINTS} to speak of a correlation. Give a "
-            "run folder that has kept more of them: `co2 pretrain` does with --monitoring.keep-every 1."
-        )
-    evaluations = []
-    for path in found:
-        progress.say(f"{path.name}")
-        subject = open_subject(str(path))
-        one = evaluate(subject, data, settings, device=device, seed=seed, workers=workers, progress=progress)
-        if data.bank is not None:
-            accuracy = knn.evaluate(subject, data, device=device, seed=seed, workers=workers, progress=progress)
-            one = replace(one, numbers=one.numbers | {"knn_top1": accuracy.numbers["top1"]})
-        evaluations.append(one)
-    return evaluations
 
 
 def correlations(evaluations: Sequence[Evaluation]) -> dict[str, float]:

@@ -27,7 +27,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from co2.data.open import DataSplits
-from co2.evaluation.features import Embedding, embed, embed_crops, preparation, random_views, ready
+from co2.evaluation.features import (
+    REPLACED,
+    Embedding,
+    Unreadable,
+    check_finite,
+    embed,
+    embed_crops,
+    preparation,
+    random_views,
+    ready,
+)
 from co2.evaluation.labels import LabelledSplit, accuracies, balanced_subset, labelled_split
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation, finite
@@ -55,16 +65,25 @@ def evaluate(
     device = torch.device(device)
     split = labelled_split(data, "linear", seed)
     backbone = ready(subject.build(), device).eval()  # batch statistics frozen; no gradient is ever asked of it
+    unreadable = Unreadable(progress)
     details: dict[str, Any] = {
         "train_images": len(split.train),
         "test_images": len(split.test),
         "held_out_by_seed": split.divided,
     }
     if settings.solver == "sgd":
-        head, more = _by_sgd(backbone, subject, split, settings, device, seed, workers, progress)
+        head, more = _by_sgd(backbone, subject, split, settings, device, seed, workers, progress, unreadable)
     else:
-        head, more = _by_regression(backbone, subject, split, settings, device, seed, workers, progress)
-    test = embed(backbone, split.test, subject.views, device=device, workers=workers, progress=progress)
+        head, more = _by_regression(backbone, subject, split, settings, device, seed, workers, progress, unreadable)
+    test = embed(
+        backbone,
+        split.test,
+        subject.views,
+        device=device,
+        workers=workers,
+        progress=progress,
+        unreadable=unreadable,
+    )
     assert test.labels is not None
     with torch.no_grad():
         scores = torch.cat([head(part.to(device)) for part in test.features.split(8192)])  # [M, classes]
@@ -75,7 +94,12 @@ def evaluate(
         data=data.train.name,
         numbers=accuracies(ranked, test.labels.numpy()),
         settings=dataclasses.asdict(settings) | {"seed": seed, "view_size": subject.view_size},
-        details=details | more | {"mean_length_of_features": test.features.norm(dim=1).mean().item()},
+        details=details
+        | more
+        | {
+            "unreadable": unreadable.reasons,
+            "mean_length_of_features": test.features.norm(dim=1).mean().item(),
+        },
     )
 
 
@@ -88,6 +112,7 @@ def _by_sgd(
     seed: int,
     workers: int,
     progress: Progress,
+    unreadable: Unreadable,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The paper's appendix, "Linear Classification"; the layer starts as in the MoCo authors' main_lincls.py."""
     head = nn.Linear(subject.width, len(split.classes)).to(device)
@@ -115,16 +140,21 @@ def _by_sgd(
     progress.stage("Linear", settings.epochs * loader.batches_per_epoch)
     for epoch in range(settings.epochs):
         total = torch.zeros((), device=device)
-        for batch in loader.epoch(epoch):
+        bad: dict[int, str] = {}
+        for step, batch in enumerate(loader.epoch(epoch)):
+            bad.update(batch.bad)
             targets = labels[batch.indices.to(device, non_blocking=True)]  # [B]
             with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 features = backbone(prepare(batch.views[0].to(device, non_blocking=True)))  # [B, F]
+            if epoch == step == 0:  # or the learning rate would be blamed for a backbone that has diverged
+                check_finite(features.float(), batch.indices.cpu(), split.train)
             loss = F.cross_entropy(head(features.float()), targets)
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
             total += loss.detach()
             progress.advance()
+        unreadable.add(split.train, bad, REPLACED)
         schedule.step()
         losses.append(total / loader.batches_per_epoch)
     return head, {"loss_by_epoch": finite(torch.stack(losses).tolist(), "linear")}
@@ -144,9 +174,18 @@ def _by_regression(
     seed: int,
     workers: int,
     progress: Progress,
+    unreadable: Unreadable,
 ) -> tuple[LogisticRegression, dict[str, Any]]:
     """The strength of the regularisation is chosen on a held-out part of the images; then all are fitted with it."""
-    show = partial(embed, backbone, views=subject.views, device=device, workers=workers, progress=progress)
+    show = partial(
+        embed,
+        backbone,
+        views=subject.views,
+        device=device,
+        workers=workers,
+        progress=progress,
+        unreadable=unreadable,
+    )
     views = _views(subject, settings)
     shown = embed_crops(
         backbone,
@@ -157,12 +196,14 @@ def _by_regression(
         device=device,
         workers=workers,
         progress=progress,
+        unreadable=unreadable,
     )
     if settings.plain:
         shown += [show(split.train), *([show(split.train, mirrored=True)] if settings.flips else [])]
     labels = np.concatenate([_labels(one) for one in shown])  # [V * N]
     images = torch.cat([one.images for one in shown]).numpy()  # [V * N]
     features = torch.cat([one.features.to(device) for one in shown])  # [V * N, F]
+    del shown  # a second copy of what may be most of the memory
     classes = len(split.classes)
 
     aside = balanced_subset(split.train_labels, settings.held_out, seed)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection
+from typing import Any, Literal, NamedTuple, get_args
 
 from co2.errors import UserError, did_you_mean
 from co2.evaluation import spatial_specification as spatial
 from co2.evaluation import specification as plain
 
+ALL = "all"
 Preset = Literal["quick", "paper"]
+MOCO_V1, MOCO_V2 = "moco-v1", "moco-v2"
+_LIKE_MOCO_V1 = (MOCO_V1, "co2-v1", "moco-label-smoothing")  # recipes
 
 
 class Protocol(NamedTuple):
@@ -20,6 +24,8 @@ class Protocol(NamedTuple):
     quick: Any
     needs_voc: bool = False
     nothing_random: bool = False
+    seeds: int = 2**63
+    """How many there are to choose from."""
 
 
 PROTOCOLS: dict[str, Protocol] = {
@@ -33,7 +39,14 @@ PROTOCOLS: dict[str, Protocol] = {
         plain.SEMI_SUPERVISED_PAPER,
         plain.SEMI_SUPERVISED_QUICK,
     ),
-    "svm": Protocol("VOC classification by linear SVMs", "svm", plain.SVM_PAPER, plain.SVM_QUICK, needs_voc=True),
+    "svm": Protocol(
+        "VOC classification by linear SVMs",
+        "svm",
+        plain.SVM_PAPER,
+        plain.SVM_QUICK,
+        needs_voc=True,
+        seeds=2**32,  # of scikit-learn
+    ),
     "detection": Protocol(
         "VOC detection by Faster R-CNN, fine-tuned",
         "detection",
@@ -58,13 +71,37 @@ def protocol_called(name: str) -> Protocol:
     """The protocol, or what is wrong with its name."""
     if name not in PROTOCOLS:
         raise UserError(
-            f"There is no protocol '{name}'.{did_you_mean(name, [*PROTOCOLS, 'all'])} There are "
-            f"{', '.join(PROTOCOLS)}, and all of them: all."
+            f"There is no protocol '{name}'.{did_you_mean(name, [*PROTOCOLS, ALL])} There are "
+            f"{', '.join(PROTOCOLS)}, and all of them: {ALL}."
         )
     return PROTOCOLS[name]
 
 
-def settings_of(protocol: str, preset: Preset) -> Any:
-    """The settings of a protocol: the paper's, or quick ones."""
+def settings_of(protocol: str, preset: Preset, recipe: str = "") -> Any:
+    """The settings of a protocol: the paper's, or quick ones. The paper has some that depend on how the backbone was
+    pre-trained: `recipe`, where that is known."""
     found = protocol_called(protocol)
-    return found.paper if preset == "paper" else found.quick
+    if preset not in get_args(Preset):
+        raise UserError(
+            f"There are no settings '{preset}'.{did_you_mean(str(preset), get_args(Preset))} Use quick or paper."
+        )
+    if preset == "quick":
+        return found.quick
+    if protocol == "semi-supervised" and recipe in _LIKE_MOCO_V1:
+        return plain.SEMI_SUPERVISED_PAPER_V1
+    return found.paper
+
+
+def check_given(settings: Any, given: Collection[str]) -> None:
+    """Refuse settings that the user gave, by name, though nothing looks at them."""
+    if not isinstance(settings, plain.LinearSettings):
+        return
+    other = "sgd" if settings.solver == "lbfgs" else "lbfgs"
+    idle = [name for name in plain.LINEAR_ONLY[other] if name in given]
+    if idle:
+        options = " and ".join(f"--{name.replace('_', '-')}" for name in idle)
+        whose = "the quick preset's" if settings.solver == "lbfgs" else "the paper's"
+        raise UserError(
+            f"linear: {options} would do nothing with --solver {settings.solver}, {whose}. "
+            f"Give --solver {other} too, or --protocol {'paper' if other == 'sgd' else 'quick'}."
+        )

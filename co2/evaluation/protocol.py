@@ -30,6 +30,10 @@ class Evaluation:
     """Every setting of the protocol, and the seed."""
     details: dict[str, Any] = field(default_factory=dict)
     """What is too long for a table: per-class numbers, the images of a subset, curves."""
+    preset: str = ""
+    """Which settings the user started from: quick or paper."""
+    architecture: dict[str, Any] = field(default_factory=dict)
+    """Of the subject: its backbone and stem, and the size, mean and std of what it is shown."""
 
     def write(self, path: Path) -> None:
         """The record as JSON."""
@@ -38,8 +42,13 @@ class Evaluation:
 
 def write_json(path: Path, value: Any) -> None:
     """A file of JSON, whole or not at all."""
-    text = json.dumps(_plain(value), indent=1, allow_nan=False) + "\n"
+    text = as_json(value) + "\n"
     write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def as_json(value: Any) -> str:
+    """The value as text that every reader of JSON takes."""
+    return json.dumps(_plain(value), indent=1, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

@@ -86,7 +86,7 @@ def fit(
     mean = features.mean(dim=0)  # [F]
     deviation = features.std(dim=0, correction=0)
     scale = torch.where(deviation > 1e-6 * deviation.max(), 1 / deviation, 0.0)  # a constant feature tells nothing
-    standardised = (features - mean) * scale  # [N, F]
+    standardised = (features - mean).mul_(scale)  # [N, F]; in place, because features may be most of the memory
     rows = max(1, _BLOCK_ELEMENTS // classes)
 
     parameters = features.new_zeros(classes, features.shape[1] + 1).requires_grad_()  # weights and, last, intercept

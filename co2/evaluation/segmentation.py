@@ -24,6 +24,7 @@ from co2.data.source import BadImage, readable
 from co2.data.voc import NOT_JUDGED, VocSegmentation, read_segmentation
 from co2.data.workers import results_of
 from co2.errors import UserError
+from co2.evaluation.features import REPLACED, Unreadable, check_readable
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.spatial import (
@@ -62,12 +63,15 @@ def evaluate(
     train, test = read_segmentation(data, settings.train, settings.test)
     _check(train, test, settings, progress)
     _check_masks(test, progress)
+    unreadable = Unreadable(progress)
     with seeded(seed, device):
         model = on_device(Segmenter(subject, len(train.classes), settings), device)
-        curves, unreadable = train_segmenter(
+        curves, passed_over = train_segmenter(
             model, train, settings, device=device, seed=seed, workers=workers, progress=progress
         )
+        unreadable.add(train.images, passed_over, REPLACED)
         confusion, missed = segment(model, test, device=device, workers=workers, progress=progress)
+        unreadable.add(test.images, missed, "left out")
     overlap = confusion.overlap()
     return Evaluation(
         protocol="segmentation",
@@ -84,8 +88,7 @@ def evaluate(
             "train_images": len(train.images),
             "test_images": len(test.images) - len(missed),
             "masks_of_another_size": train.odd_sizes + test.odd_sizes,
-            "unreadable": {train.images.describe(index): why for index, why in unreadable.items()}
-            | {test.images.describe(index): why for index, why in missed.items()},
+            "unreadable": unreadable.reasons,
             "loss": curves["loss"],
             "stride": model.trunk.stride,
         },
@@ -99,6 +102,7 @@ def _check(train: VocSegmentation, test: VocSegmentation, settings: Segmentation
             f"{settings.batch_size}. Give a smaller batch_size, or more images."
         )
     for name, split in ((settings.train, train), (settings.test, test)):
+        check_readable("segmentation", name, split.images, partial(_read, split))
         if split.odd_sizes:
             progress.say(
                 f"{name}: {len(split.odd_sizes):,} masks have another size than their image and are left out, the "

@@ -19,7 +19,7 @@ from torch import nn
 from co2.data.open import DataSplits
 from co2.data.source import ImageSource
 from co2.errors import UserError
-from co2.evaluation.features import embed, preparation, random_views, ready
+from co2.evaluation.features import REPLACED, Unreadable, check_finite, embed, preparation, random_views, ready
 from co2.evaluation.labels import LabelledSplit, accuracies, balanced_subset, check_classes, labelled_split
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation, finite
@@ -47,6 +47,7 @@ def evaluate(
     numbers: dict[str, float] = {}
     subsets: dict[str, Any] = {}
     curves: dict[str, list[float]] = {}
+    unreadable = Unreadable(progress)
     tuning = _Training(
         settings.epochs, settings.milestones, settings.learning_rate, settings.head_learning_rate, settings
     )
@@ -69,8 +70,10 @@ def evaluate(
         if settings.baseline:
             kinds.append(("scratch_", subject.random(seed), scratch))
         for prefix, start, training in kinds:
-            network, losses = training.run(start, subset, len(split.classes), device, seed, workers, share, progress)
-            result = _judge(network, start, split, device, workers, progress)
+            network, losses = training.run(
+                start, subset, len(split.classes), device, seed, workers, share, progress, unreadable
+            )
+            result = _judge(network, start, split, device, workers, progress, unreadable)
             numbers |= {f"{prefix}{name}_{share}": value for name, value in result.items()}
             curves[f"{prefix}{share}"] = losses
     return Evaluation(
@@ -84,6 +87,7 @@ def evaluate(
             "loss_by_epoch": curves,
             "test_images": len(split.test),
             "held_out_by_seed": split.divided,
+            "unreadable": unreadable.reasons,
         },
     )
 
@@ -108,6 +112,7 @@ class _Training:
         workers: int,
         share: str,
         progress: Progress,
+        unreadable: Unreadable,
     ) -> tuple[nn.Module, list[float]]:
         """The network that classifies, and the mean loss of each epoch."""
         settings, device = self.settings, torch.device(device)
@@ -129,16 +134,21 @@ class _Training:
         progress.stage(f"Fine-tuning on {share}", self.epochs * loader.batches_per_epoch)
         for epoch in range(self.epochs):
             total = torch.zeros((), device=device)
-            for batch in loader.epoch(epoch):
+            bad: dict[int, str] = {}
+            for step, batch in enumerate(loader.epoch(epoch)):
+                bad.update(batch.bad)
                 targets = labels[batch.indices.to(device, non_blocking=True)]  # [B]
                 with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                     scores = network(prepare(batch.views[0].to(device, non_blocking=True)))  # [B, classes]
+                if epoch == step == 0:  # or the learning rate would be blamed for a backbone that has diverged
+                    check_finite(scores.detach().float(), batch.indices.cpu(), subset)
                 loss = F.cross_entropy(scores.float(), targets)
                 optimiser.zero_grad()
                 loss.backward()
                 optimiser.step()
                 total += loss.detach()
                 progress.advance()
+            unreadable.add(subset, bad, REPLACED)
             schedule.step()
             losses.append(total / loader.batches_per_epoch)
         return network, finite(torch.stack(losses).tolist(), "semi-supervised")
@@ -160,8 +170,17 @@ def _judge(
     device: torch.device | str,
     workers: int,
     progress: Progress,
+    unreadable: Unreadable,
 ) -> dict[str, float]:
-    test = embed(network, split.test, subject.views, device=device, workers=workers, progress=progress)
+    test = embed(
+        network,
+        split.test,
+        subject.views,
+        device=device,
+        workers=workers,
+        progress=progress,
+        unreadable=unreadable,
+    )
     assert test.labels is not None
     scores = test.features  # [M, classes]
     return accuracies(scores.topk(min(5, scores.shape[1]), dim=1).indices.cpu().numpy(), test.labels.numpy())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from co2.errors import UserError
+from co2.evaluation.specification import check, check_sgd
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,16 @@ class DetectionSettings:
     """Also judge by COCO's rules (needs pycocotools)."""
 
     def __post_init__(self) -> None:
-        if self.iterations < 1 or self.batch_size < 1:
-            raise UserError("detection: iterations and batch_size must be at least 1.")
+        check("detection", self, "at least 1", "iterations", "batch_size", "anchors_per_image", "regions_per_image")
+        check("detection", self, "at least 1", "train_proposals", "test_proposals", "detections_per_image")
+        check("detection", self, "at least 0", "statistics_batches", "warmup", "norm_weight_decay", "proposal_gradient")
+        check("detection", self, "from 0 to 1", "flip_probability", "score_threshold", "suppression", "warmup_factor")
+        check_sgd("detection", self)
         if not self.train_sizes or min(*self.train_sizes, self.test_size) < 32:
             raise UserError("detection: train_sizes and test_size must be at least 32 pixels.")
         if self.longest < max(*self.train_sizes, self.test_size):
             raise UserError("detection: longest must not be less than the sizes of the shorter side.")
-        if not self.anchor_sizes or not self.anchor_ratios or min(*self.anchor_sizes, *self.anchor_ratios) <= 0:
-            raise UserError("detection: anchor_sizes and anchor_ratios must be above 0.")
+        check("detection", self, "above 0", "anchor_sizes", "anchor_ratios")
 
 
 @dataclass(frozen=True)
@@ -113,12 +116,17 @@ class SegmentationSettings:
     """Their spacing."""
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or self.batch_size < 1:
-            raise UserError("segmentation: epochs and batch_size must be at least 1.")
+        check("segmentation", self, "at least 1", "epochs", "batch_size", "channels", "dilation", "conv5_dilation")
+        check("segmentation", self, "from 0 to 1", "flip_probability")
+        check_sgd("segmentation", self)
         if self.crop < 32:
             raise UserError(f"segmentation: crop must be at least 32 pixels; got {self.crop}.")
-        if not 0 < self.scales[0] <= self.scales[1]:
-            raise UserError(f"segmentation: scales must be two numbers with 0 < first <= second; got {self.scales}.")
+        smallest, largest = self.scales
+        if not 0.1 <= smallest <= largest <= 10:  # beyond, an image is a dot, or does not fit into memory
+            raise UserError(
+                "segmentation: scales must be two numbers from 0.1 to 10, the smaller one first; "
+                f"got {smallest} {largest}."
+            )
 
 
 DETECTION_PAPER = DetectionSettings()

@@ -6,10 +6,40 @@ is as in the work that it follows, and said so. Nothing here imports torch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from co2.errors import UserError
+
+# What can be asked of a setting, in the words for it. NaN is no number of any kind.
+_KINDS = {
+    "at least 0": lambda value: 0 <= value < math.inf,
+    "at least 1": lambda value: 1 <= value < math.inf,
+    "at least 2": lambda value: 2 <= value < math.inf,
+    "at least 3": lambda value: 3 <= value < math.inf,
+    "above 0": lambda value: 0 < value < math.inf,
+    "from 0 to below 1": lambda value: 0 <= value < 1,
+    "from 0 to 1": lambda value: 0 <= value <= 1,
+    "between 0 and 1": lambda value: 0 < value < 1,
+}
+
+
+def check(protocol: str, settings: Any, wanted: str, *names: str) -> None:
+    """Refuse settings that are not in the range `wanted`, by name. Of a tuple, every number must be, and be there."""
+    for name in names:
+        value = getattr(settings, name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not numbers or not all(_KINDS[wanted](number) for number in numbers):
+            shown = " ".join(map(str, numbers)) or "nothing"
+            raise UserError(f"{protocol}: {name} must be {wanted}; got {shown}.")
+
+
+def check_sgd(protocol: str, settings: Any) -> None:
+    """What every training by stochastic gradient descent needs."""
+    check(protocol, settings, "above 0", "learning_rate")
+    check(protocol, settings, "from 0 to below 1", "momentum")
+    check(protocol, settings, "at least 0", "weight_decay", "decay")
 
 
 @dataclass(frozen=True)
@@ -32,10 +62,9 @@ class KnnSettings:
     """Folder for a file of features, mapped into memory: for features that are larger than it."""
 
     def __post_init__(self) -> None:
-        if self.k < 1 or not self.ks or min(self.ks) < 1:
-            raise UserError("knn: k and all of ks must be at least 1.")
-        if self.temperature <= 0:
-            raise UserError(f"knn: temperature must be above 0; got {self.temperature}.")
+        check("knn", self, "at least 1", "k", "ks")
+        check("knn", self, "above 0", "temperature")
+        check("knn", self, "at least 0", "bank_images", "query_images")
 
 
 @dataclass(frozen=True)
@@ -75,14 +104,14 @@ class LinearSettings:
     """lbfgs: at most, for each strength."""
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or self.batch_size < 1 or self.iterations < 1 or self.crops < 0:
-            raise UserError("linear: epochs, batch_size and iterations must be at least 1, and crops not negative.")
+        check("linear", self, "at least 1", "epochs", "iterations")
+        check("linear", self, "at least 2", "batch_size")
+        check("linear", self, "at least 0", "crops")
+        check_sgd("linear", self)
         if not self.crops and not self.plain:
             raise UserError("linear: nothing is left to train on. Give --crops 4, or --plain.")
-        if not 0 < self.held_out < 1:
-            raise UserError(f"linear: held_out is a share between 0 and 1; got {self.held_out}.")
-        if not self.strengths or min(self.strengths) <= 0:
-            raise UserError("linear: strengths must be above 0.")
+        check("linear", self, "between 0 and 1", "held_out")
+        check("linear", self, "above 0", "strengths")
 
 
 @dataclass(frozen=True)
@@ -117,8 +146,10 @@ class SemiSupervisedSettings:
     def __post_init__(self) -> None:
         if not self.fractions or not all(0 < fraction <= 1 for fraction in self.fractions):
             raise UserError(f"semi-supervised: fractions are shares above 0 and at most 1; got {self.fractions}.")
-        if min(self.epochs, self.baseline_epochs) < 1 or self.batch_size < 2:
-            raise UserError("semi-supervised: epochs must be at least 1, and batch_size at least 2.")
+        check("semi-supervised", self, "at least 1", "epochs", "baseline_epochs")
+        check("semi-supervised", self, "at least 2", "batch_size")
+        check_sgd("semi-supervised", self)
+        check("semi-supervised", self, "above 0", "head_learning_rate", "baseline_learning_rate")
 
 
 @dataclass(frozen=True)
@@ -139,10 +170,9 @@ class SvmSettings:
     """Of liblinear, at most."""
 
     def __post_init__(self) -> None:
-        if not self.costs or min(self.costs) <= 0:
-            raise UserError("svm: costs must be above 0.")
-        if not 0 < self.held_out < 1:
-            raise UserError(f"svm: held_out is a share between 0 and 1; got {self.held_out}.")
+        check("svm", self, "above 0", "costs", "positive_weight")
+        check("svm", self, "between 0 and 1", "held_out")
+        check("svm", self, "at least 1", "iterations")
 
 
 @dataclass(frozen=True)
@@ -155,8 +185,8 @@ class LabelFreeSettings:
     """Nearest neighbours on which two views should agree."""
 
     def __post_init__(self) -> None:
-        if self.images < 2 or self.k < 1:
-            raise UserError("label-free: images must be at least 2, and k at least 1.")
+        check("label-free", self, "at least 3", "images")  # fewer have no neighbours to agree on
+        check("label-free", self, "at least 1", "k")
 
 
 Settings = KnnSettings | LinearSettings | SemiSupervisedSettings | SvmSettings | LabelFreeSettings
@@ -166,6 +196,11 @@ KNN_QUICK = KnnSettings(bank_images=50_000, query_images=10_000)
 
 LINEAR_PAPER = LinearSettings()
 LINEAR_QUICK = LinearSettings(solver="lbfgs")
+# What the other solver never looks at.
+LINEAR_ONLY = {
+    "sgd": ("epochs", "learning_rate", "milestones", "decay", "momentum", "weight_decay", "batch_size"),
+    "lbfgs": ("crops", "plain", "strengths", "held_out", "iterations"),
+}
 
 SEMI_SUPERVISED_PAPER = SemiSupervisedSettings(baseline=True)  # whose rows stand in its table, too
 SEMI_SUPERVISED_PAPER_V1 = replace(SEMI_SUPERVISED_PAPER, weight_decay=5e-4)

@@ -27,15 +27,20 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.resnet import ResNet
 
-from co2.checkpoint import BACKBONE, checkpoints, read_backbone, read_checkpoint
+from co2.checkpoint import BACKBONE, checkpoints, load_weights, read_backbone, read_checkpoint
 from co2.config import Experiment
 from co2.encoders.backbones import build_backbone, feature_width
 from co2.encoders.specification import Stem
 from co2.errors import UserError, did_you_mean
+from co2.evaluation.presets import MOCO_V1, MOCO_V2
 from co2.views.specification import Augmentation
 
 PAPER_BACKBONE = "torchvision/resnet50"
+SEEDS = 2**63
+_VIEW_SIZES = range(4, 4097)  # in pixels; larger views would fit nowhere
 _KEYS_SHOWN = 6  # of those that do not fit
+# In what torch says of a pickle that it refuses.
+_ASKS_FOR_CODE = re.compile(r"error:.*(GLOBAL|unrecognized function|allowlisted)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,14 @@ class Subject:
     """How long it has been trained, where a run's checkpoint says so."""
     drawn_from: int | None = None
     """The seed of its random weights, if it has such."""
+    recipe: str = ""
+    """By which recipe it was trained (of an official checkpoint, moco-v1 or moco-v2), where that is known."""
 
     def build(self, classes: int = 0) -> nn.Module:
         """A new module with the subject's weights: returning pooled features [N, width], or the logits [N, classes] of
         a new, randomly initialised classifier."""
         module = build_backbone(self.backbone, self.stem, self.view_size, classes)
-        module.load_state_dict(dict(self.weights), strict=classes == 0)  # all but the classifier, as open_subject saw
+        load_weights(module, self.weights, strict=classes == 0)  # all but the classifier, as open_subject saw
         return module
 
     def spatial(self) -> ResNet:
@@ -79,6 +86,17 @@ class Subject:
     def width(self) -> int:
         """Length of the pooled features."""
         return feature_width(build_backbone(self.backbone, self.stem, self.view_size))
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """For the record: which network it is, which `random` alone does not say, and how it is shown images."""
+        return {
+            "backbone": self.backbone,
+            "stem": self.stem,
+            "view_size": self.view_size,
+            "mean": self.mean,
+            "std": self.std,
+        }
 
     @property
     def views(self) -> Augmentation:
@@ -109,6 +127,17 @@ def open_subject(name: str, *, view_size: int | None = None, like: Subject | Non
         like: whose architecture, views and normalisation `random` takes.
         seed: what random weights are drawn from.
     """
+    if not 0 <= seed < SEEDS:
+        raise UserError(f"--seed must be a whole number from 0 to 2^63 - 1; got {seed}.")
+    if view_size is not None and view_size not in _VIEW_SIZES:
+        raise UserError(f"--view-size must be from {_VIEW_SIZES[0]} to {_VIEW_SIZES[-1]} pixels; got {view_size}.")
+    try:
+        return _open(name, view_size, like, seed)
+    except UserError as error:  # backbones speak the language of `co2 pretrain`
+        raise type(error)(str(error).replace("--views.size", "--view-size")) from error
+
+
+def _open(name: str, view_size: int | None, like: Subject | None, seed: int) -> Subject:
     if name == "random" and like is not None:
         return _checked(like.random(seed), view_size)
     kind, _, rest = name.partition(":")
@@ -144,6 +173,7 @@ def _saved_backbone(path: Path) -> Subject:
         view_size=int(description["view_size"]),
         mean=_three(json.loads(description["mean"])),
         std=_three(json.loads(description["std"])),
+        recipe=description.get("recipe", ""),
     )
 
 
@@ -174,21 +204,28 @@ def _pickled(path: Path) -> Subject:
 
 def _load_plain(path: Path) -> Any:
     try:
+        with open(path, "rb") as file:
+            begins_like_one = file.read(4).startswith((b"PK\x03\x04", b"\x80"))  # a zip archive, or a bare pickle
         return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{path} holds more than tensors and plain values. Loading it could run any code that its author put "
-            "there, so it is refused. If you trust its author, load it yourself, and save its state dict and "
-            "architecture alone: torch.save({'arch': 'resnet50', 'state_dict': checkpoint['state_dict']}, 'clean.pth')"
-        ) from error
-    except (RuntimeError, EOFError, OSError) as error:
+    except Exception as error:  # a file that is damaged, or something else, makes its reader raise almost anything
+        if isinstance(error, pickle.UnpicklingError) and begins_like_one and _ASKS_FOR_CODE.search(str(error)):
+            raise UserError(
+                f"{path} holds more than tensors and plain values. Loading it could run any code that its author put "
+                "there, so it is refused. If you trust its author, load it yourself, and save its state dict and "
+                "architecture alone: "
+                "torch.save({'arch': 'resnet50', 'state_dict': checkpoint['state_dict']}, 'clean.pth')"
+            ) from error
         raise UserError(f"{path} cannot be read: it is damaged, incomplete, or no checkpoint at all.") from error
 
 
 def _training_checkpoint(path: Path, state: Mapping[str, Any]) -> Subject:
+    steps = state.get("step")
+    if not isinstance(state["experiment"], str) or not isinstance(steps, int):
+        raise UserError(f"{path} is not a checkpoint of `co2 pretrain`: it does not say of which run, and which step.")
     experiment = Experiment.from_json(state["experiment"])
     prefix = "encoder.backbone."
-    weights = {key.removeprefix(prefix): value for key, value in state["mechanism"].items() if key.startswith(prefix)}
+    entries = _tensors(path, "mechanism", state["mechanism"], prefix)
+    weights = {key.removeprefix(prefix): value for key, value in entries.items()}
     return Subject(
         name=str(path),
         backbone=experiment.encoder.backbone,
@@ -197,26 +234,39 @@ def _training_checkpoint(path: Path, state: Mapping[str, Any]) -> Subject:
         view_size=experiment.views.size,
         mean=experiment.views.mean,
         std=experiment.views.std,
-        steps=int(state["step"]),
+        steps=steps,
+        recipe=experiment.recipe,
     )
 
 
 def _moco_checkpoint(path: Path, state: Mapping[str, Any]) -> Subject:
     """`main_moco.py` of facebookresearch/moco: the query encoder is the one that is handed over."""
-    entries = state["state_dict"]
     prefix = re.compile(r"^(module\.)?encoder_q\.")
-    weights = {
-        prefix.sub("", key): value
-        for key, value in entries.items()
-        if prefix.match(key) and not prefix.sub("", key).startswith("fc.")  # the head that projects onto the sphere
-    }
+    everything = _tensors(path, "state_dict", state["state_dict"])
+    entries = {prefix.sub("", key): value for key, value in everything.items() if prefix.match(key)}
+    # Without the head that projects onto the sphere.
+    weights = {key: value for key, value in entries.items() if not key.startswith("fc.")}
     if not weights:
         raise UserError(
-            f"{path} has no query encoder: no entry begins with module.encoder_q. It has {_some(entries)}. Checkpoints "
-            "of MoCo v1 and v2 pre-training are understood, those of a linear classifier on top are not."
+            f"{path} has no query encoder: no entry begins with module.encoder_q. It has {_some(everything)}. "
+            "Checkpoints of MoCo v1 and v2 pre-training are understood, those of a linear classifier on top are not."
         )
     architecture = str(state.get("arch", "resnet50"))
-    return Subject(name=str(path), backbone=f"torchvision/{architecture}", weights=weights)
+    recipe = MOCO_V1 if "fc.weight" in entries else MOCO_V2 if "fc.0.weight" in entries else ""
+    return Subject(name=str(path), backbone=f"torchvision/{architecture}", weights=weights, recipe=recipe)
+
+
+def _tensors(path: Path, name: str, entries: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a state dict whose names begin with `prefix`, once it is known to be one."""
+    if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
+        raise UserError(f"{path} is damaged, or no checkpoint: its {name} does not name tensors.")
+    found = {key: value for key, value in entries.items() if key.startswith(prefix)}
+    for key, value in found.items():
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"{path} is damaged, or no checkpoint: {key} in its {name} is a {type(value).__name__}, not a tensor."
+            )
+    return found
 
 
 def _model(backbone: str, weights: str, seed: int, view_size: int | None) -> Subject:
@@ -315,6 +365,13 @@ def _checked(subject: Subject, view_size: int | None) -> Subject:
             + (f" with the {subject.stem} stem" if subject.stem != "standard" else "")
             + f". {'; '.join(complaints)}. Is this the file of another architecture?"
         )
+    for key, tensor in subject.weights.items():
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
+            raise UserError(
+                f"The weights in {subject.name} are not all finite numbers, {key} is the first that is not: the run "
+                "that made them diverged. Evaluate an earlier checkpoint of it, or train again with a lower learning "
+                "rate."
+            )
     return subject
 
 

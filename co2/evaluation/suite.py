@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from co2.checkpoint import CONFIG
+from co2.checkpoint import CONFIG, checkpoints
 from co2.config import Experiment
 from co2.data.open import DataSplits, open_data
-from co2.errors import UserError, did_you_mean
-from co2.evaluation.presets import PROTOCOLS, Preset, protocol_called, settings_of
+from co2.errors import RunError, UserError, did_you_mean
+from co2.evaluation.presets import ALL, PROTOCOLS, Preset, check_given, protocol_called, settings_of
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
-from co2.evaluation.subject import Subject, open_subject
+from co2.evaluation.subject import SEEDS, Subject, open_subject
+
+_FEWEST_CHECKPOINTS = 3  # fewer have no order to speak of
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Circumstances:
 
     data: str = ""
     """Images with labels, as for --data of `co2 pretrain`."""
+    told_by: str = ""
+    """The file that names the data, where the user did not."""
     voc: str = ""
     """A folder in PASCAL VOC's layout, for svm, detection and segmentation."""
     runs: int = 1
@@ -40,6 +45,8 @@ class Circumstances:
     def __post_init__(self) -> None:
         if self.runs < 1:
             raise UserError(f"--runs must be at least 1; got {self.runs}.")
+        if not 0 <= self.seed <= SEEDS - self.runs:
+            raise UserError(f"--seed must be a whole number from 0 to 2^63 - 1; got {self.seed}.")
 
 
 @dataclass
@@ -56,12 +63,13 @@ def evaluate(
     protocol: str,
     subject: str | Path | Subject,
     *,
-    data: str = "",
-    voc: str = "",
+    data: str | Path = "",
+    voc: str | Path = "",
     settings: Any = None,
     preset: Preset = "quick",
     runs: int = 1,
     seed: int = 0,
+    view_size: int | None = None,
     device: str = "auto",
     workers: int = -1,
     progress: Progress = SILENT,
@@ -70,7 +78,8 @@ def evaluate(
     """Evaluate a backbone by one protocol; a record for each run.
 
     Args:
-        protocol: knn, linear, semi-supervised, svm, detection, segmentation or label-free.
+        protocol: knn, linear, semi-supervised, svm, detection, segmentation or label-free; or all, for every one that
+            the data allow (`progress` is told which are left out and why).
         subject: a run folder, a file, a model's name, `random`, or an opened `Subject`.
         data: images, as for pre-training; by default those that a run folder was trained on.
         voc: a folder in PASCAL VOC's layout, for svm, detection and segmentation.
@@ -78,43 +87,129 @@ def evaluate(
         preset: see `settings`.
         runs: how often, with the seeds `seed`, `seed` + 1, ...
         seed: whatever is random follows from it.
+        view_size: side of the views in pixels; by default what the subject was trained with, or 224. An opened
+            `Subject` has its own.
         device: cuda, cuda:1, cpu or auto.
         workers: processes that read images; -1 takes what the machine has.
         progress: is told how far it is.
         changes: single settings, by name: `epochs=5`.
     """
-    chosen = settings if settings is not None else settings_of(protocol, preset)
-    opened = subject if isinstance(subject, Subject) else open_subject(str(subject), seed=seed)
+    if protocol != ALL:
+        chosen = _changed(settings if settings is not None else settings_of(protocol, preset), changes, protocol)
+    elif settings is not None or changes:
+        raise UserError("all has the settings of its preset. Give others to one protocol at a time.")
+    opened = subject if isinstance(subject, Subject) else open_subject(str(subject), view_size=view_size, seed=seed)
     circumstances = circumstances_of(
-        opened, data=data, voc=voc, runs=runs, seed=seed, device=device, workers=workers, progress=progress
+        opened, data=str(data), voc=str(voc), runs=runs, seed=seed, device=device, workers=workers, progress=progress
     )
-    return evaluate_runs(protocol, opened, _changed(chosen, changes, protocol), circumstances)
+    if protocol == ALL:
+        everything = evaluate_all([opened], preset, circumstances)
+        for name, why in everything.left_out.items():
+            progress.say(f"Left out: {name}. {why}")
+        return [one for runs_of_one in everything.runs.values() for one in runs_of_one]
+    if settings is not None:
+        return evaluate_runs(protocol, opened, chosen, circumstances)
+    chosen = suited(protocol, preset, opened, chosen, changes, progress)
+    return evaluate_runs(protocol, opened, chosen, circumstances, preset)
 
 
-def evaluate_runs(protocol: str, subject: Subject, settings: Any, circumstances: Circumstances) -> list[Evaluation]:
+def suited(
+    protocol: str, preset: Preset, subject: Subject, settings: Any, given: Collection[str], progress: Progress
+) -> Any:
+    """The settings with those that the preset has for backbones such as this one, but for what the user has given."""
+    usual, own = settings_of(protocol, preset), settings_of(protocol, preset, subject.recipe)
+    for name in usual.__dataclass_fields__:
+        value = getattr(own, name)
+        if value != getattr(usual, name) and name not in given:
+            settings = replace(settings, **{name: value})
+            progress.say(f"{protocol}: {name} is {value:g}, as the paper has it for backbones like {subject.recipe}.")
+    return settings
+
+
+def evaluate_runs(
+    protocol: str, subject: Subject, settings: Any, circumstances: Circumstances, preset: str = ""
+) -> list[Evaluation]:
     """A record for each seed. Where neither the protocol nor the subject's weights are random, one run is all."""
     known = protocol_called(protocol)
     run_protocol = importlib.import_module(f"co2.evaluation.{known.module}").evaluate
     material = _material(protocol, circumstances)
     fixed = known.nothing_random and subject.drawn_from is None
     evaluations = []
-    for seed in range(circumstances.seed, circumstances.seed + (1 if fixed else circumstances.runs)):
+    seeds = range(circumstances.seed, circumstances.seed + (1 if fixed else circumstances.runs))
+    if seeds[-1] >= known.seeds:
+        raise UserError(f"{protocol} takes a --seed from 0 to {known.seeds - 1}; got {seeds[-1]}.")
+    for seed in seeds:
         circumstances.progress.about(f"{protocol}, {subject.name}, seed {seed}")
         # Random weights are part of what is random: they are drawn anew for each run.
         shown = subject if subject.drawn_from is None else replace(subject.random(seed), name=subject.name)
         begun = time.perf_counter()
-        evaluation: Evaluation = run_protocol(
-            shown,
-            material,
-            settings,
-            device=circumstances.device,
-            seed=seed,
-            workers=circumstances.workers,
-            progress=circumstances.progress,
-        )
+        try:
+            evaluation: Evaluation = run_protocol(
+                shown,
+                material,
+                settings,
+                device=circumstances.device,
+                seed=seed,
+                workers=circumstances.workers,
+                progress=circumstances.progress,
+            )
+        except (MemoryError, RuntimeError) as error:
+            if not _ran_out_of_memory(error):
+                raise
+            raise RunError(f"{protocol}: the memory is not enough. {_remedy(protocol, settings)}") from error
         made = made_with(circumstances.device) | {"seconds": round(time.perf_counter() - begun, 2)}
         where = circumstances.voc if known.needs_voc else circumstances.data
-        evaluations.append(replace(evaluation, data=where, details=evaluation.details | {"made_with": made}))
+        evaluations.append(
+            replace(
+                evaluation,
+                data=where,
+                details=evaluation.details | {"made_with": made},
+                preset=preset,
+                architecture=shown.architecture,
+            )
+        )
+    return evaluations
+
+
+def _ran_out_of_memory(error: Exception) -> bool:
+    # On a CPU torch has no error of its own for it.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _remedy(protocol: str, settings: Any) -> str:
+    """What makes a protocol need less memory."""
+    if protocol == "knn":
+        return "Give --storage FOLDER, which keeps features in a file, or fewer --bank-images."
+    if protocol == "linear" and settings.solver == "lbfgs":
+        return "Give fewer --crops, or --solver sgd, which keeps no features."
+    if hasattr(settings, "batch_size"):
+        return f"Give a smaller --batch-size than {settings.batch_size}, or a smaller --view-size."
+    return (
+        "Give fewer --images, or a smaller --view-size." if protocol == "label-free" else "Give a smaller --view-size."
+    )
+
+
+def evaluate_checkpoints(
+    run: str | Path, settings: Any, circumstances: Circumstances, preset: str = "", view_size: int | None = None
+) -> list[Evaluation]:
+    """label-free of every checkpoint of a run, the oldest first, with `knn_top1` where the data have labels."""
+    found = checkpoints(Path(run).expanduser())
+    if len(found) < _FEWEST_CHECKPOINTS:
+        raise UserError(
+            f"{run} has {len(found)} checkpoints, and it takes {_FEWEST_CHECKPOINTS} to speak of a correlation. Give a "
+            "run folder that has kept more of them: `co2 pretrain` does with --monitoring.keep-every 1."
+        )
+    material = _material("label-free", circumstances)
+    assert isinstance(material, DataSplits)
+    evaluations = []
+    for path in found:
+        circumstances.progress.say(path.name)
+        subject = open_subject(str(path), view_size=view_size)
+        [one] = evaluate_runs("label-free", subject, settings, circumstances, preset)
+        if material.bank is not None:
+            [accuracy] = evaluate_runs("knn", subject, settings_of("knn", "quick"), circumstances)
+            one = replace(one, numbers=one.numbers | {"knn_top1": accuracy.numbers["top1"]})
+        evaluations.append(one)
     return evaluations
 
 
@@ -131,13 +226,17 @@ def evaluate_all(
     everything = Everything()
     for protocol in PROTOCOLS:
         for subject in subjects:
+            settings = suited(protocol, preset, subject, settings_of(protocol, preset), (), circumstances.progress)
             try:
-                evaluations = evaluate_runs(protocol, subject, settings_of(protocol, preset), circumstances)
+                evaluations = evaluate_runs(protocol, subject, settings, circumstances, preset)
             except UserError as reason:
                 everything.left_out[protocol] = str(reason)
                 break
             everything.runs[protocol, subject.name] = evaluations
             done(protocol, subject, evaluations)
+    if not everything.runs:
+        reasons = "\n".join(f"  {protocol}: {why}" for protocol, why in everything.left_out.items())
+        raise UserError(f"Nothing could be evaluated.\n{reasons}")
     return everything
 
 
@@ -157,6 +256,7 @@ def circumstances_of(
 
     return Circumstances(
         data=data or data_of_run(subject.name),
+        told_by="" if data else str(Path(subject.name) / CONFIG),
         voc=voc,
         runs=runs,
         seed=seed,
@@ -168,8 +268,10 @@ def circumstances_of(
 
 def data_of_run(name: str) -> str:
     """What a run folder was trained on; nothing for anything else."""
-    config = Path(name) / CONFIG
-    return Experiment.from_json(config.read_text(encoding="utf-8")).data if config.is_file() else ""
+    config = Path(name).expanduser() / CONFIG
+    if not config.is_file():
+        return ""
+    return Experiment.from_json(config.read_text(encoding="utf-8", errors="replace")).data
 
 
 def made_with(device: torch.device) -> dict[str, str]:
@@ -184,11 +286,19 @@ def _material(protocol: str, circumstances: Circumstances) -> DataSplits | str:
     if PROTOCOLS[protocol].needs_voc:
         if not circumstances.voc:
             raise UserError(f"{protocol} needs PASCAL VOC's layout: give --voc with the folder that holds VOCdevkit.")
-        return circumstances.voc
+        return os.path.expanduser(circumstances.voc)
     if not circumstances.data:
         raise UserError(f"{protocol} needs images: give --data, as for `co2 pretrain`.")
     if circumstances.data not in circumstances.opened:
-        circumstances.opened[circumstances.data] = open_data(circumstances.data)
+        try:
+            circumstances.opened[circumstances.data] = open_data(circumstances.data)
+        except UserError as error:
+            if not circumstances.told_by:
+                raise
+            raise type(error)(
+                f"{error} That is what the run was trained on, by {circumstances.told_by}: if it lies elsewhere, seen "
+                "from here, give --data."
+            ) from error
     return circumstances.opened[circumstances.data]
 
 
@@ -197,4 +307,6 @@ def _changed(settings: Any, changes: Mapping[str, Any], protocol: str) -> Any:
     for name in changes:
         if name not in known:
             raise UserError(f"{protocol} has no setting '{name}'.{did_you_mean(name, known)}")
-    return replace(settings, **changes)
+    changed = replace(settings, **changes)
+    check_given(changed, changes)
+    return changed

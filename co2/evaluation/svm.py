@@ -24,7 +24,7 @@ from sklearn.utils.parallel import Parallel, delayed
 
 from co2.data.voc import VocDetection, read_detection
 from co2.errors import UserError
-from co2.evaluation.features import embed
+from co2.evaluation.features import Unreadable, embed
 from co2.evaluation.labels import balanced_subset
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
@@ -49,10 +49,25 @@ def evaluate(
 ) -> Evaluation:
     """Mean average precision over classes, in percent: 11-point as in VOC 2007, and area as in VOC since 2010."""
     train, test = read_detection(voc, settings.train, settings.test)
+    for name, part in ((settings.train, train), (settings.test, test)):
+        if part.dropped:
+            progress.say(
+                f"{name}: {part.dropped:,} objects have a box without any area in their image; their classes count all "
+                "the same, because an image is classified as a whole."
+            )
     backbone = subject.build()
+    unreadable = Unreadable(progress)
 
     def features_and_labels(part: VocDetection) -> tuple[np.ndarray, np.ndarray]:
-        seen = embed(backbone, part.images, subject.views, device=device, workers=workers, progress=progress)
+        seen = embed(
+            backbone,
+            part.images,
+            subject.views,
+            device=device,
+            workers=workers,
+            progress=progress,
+            unreadable=unreadable,
+        )
         features = seen.features.double().cpu().numpy()  # [N, F]
         lengths = np.linalg.norm(features, axis=1, keepdims=True)
         return features / (lengths + 1e-5), part.image_labels()[seen.images.numpy()]  # [N, classes] in -1, 0, 1
@@ -93,6 +108,8 @@ def evaluate(
             "classes_left_out": [name for name in train.classes if name not in by_class],
             "train_images": len(train_features),
             "test_images": len(test_features),
+            "boxes": {"train": train.box_counts(), "test": test.box_counts()},
+            "unreadable": unreadable.reasons,
         },
     )
 

@@ -117,16 +117,22 @@ def _own_rows(bank: Tensor, queries: Tensor) -> Tensor:
 
 
 def _votes(similarities: Tensor, neighbours: Tensor, labels: Tensor, classes: int, temperature: float) -> Tensor:
-    """What each class gets from the neighbours [b, k]: [b, classes]."""
-    votes = similarities.new_zeros(len(similarities), classes)
+    """What each class gets from the neighbours [b, k], which stand in order, the nearest first: [b, classes].
+
+    Votes are relative to the nearest neighbour's, exp((s - s_nearest) / t): the order is the same, and with a small
+    temperature exp(s / t) would be more than a float holds. In double precision the far ones do not vanish either.
+    """
+    behind = (similarities - similarities[:, :1]).double()  # [b, k], 0 for the nearest
+    votes = behind.new_zeros(len(behind), classes)
     named = labels[neighbours.to(labels.device)].to(votes.device)  # [b, k]
-    return votes.scatter_add_(1, named, (similarities / temperature).exp())
+    return votes.scatter_add_(1, named, (behind / temperature).exp_())
 
 
 def _nearest_blocks(
     bank: Tensor, queries: Tensor, count: int, own: Tensor | None, classes: int = 1
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Where a block of queries begins, and the cosine similarities and bank rows of its nearest: [b, count] each.
+    """Where a block of queries begins, and the cosine similarities and bank rows of its nearest: [b, count] each, the
+    nearest first.
 
     The bank may be larger than the memory of the queries' device: it stays where it is, in main memory or in a mapped
     file, and comes over in blocks of rows, once for every block of queries. The nearest so far are merged with the

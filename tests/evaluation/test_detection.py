@@ -372,7 +372,12 @@ def test_unreadable_images_are_named_and_left_out(own_shapes):
     root, year = own_shapes
     for name in ("train_000003", "val_000002"):
         (year / "JPEGImages" / f"{name}.jpg").write_bytes(b"nothing")
-    result = evaluate(narrow_subject(), root, dataclasses.replace(BRIEF, iterations=12))
+    listener = Listener()
+    result = evaluate(narrow_subject(), root, dataclasses.replace(BRIEF, iterations=12), progress=listener)
+    assert [line.partition(": ")[0] for line in listener.lines] == [
+        "1 of 48 images could not be read and are replaced by others",
+        "1 of 12 images could not be read and are left out",
+    ]
     assert result.details["test_images"] == 11
     names = [path.rpartition("/")[2] for path in result.details["unreadable"]]
     assert sorted(names) == ["train_000003.jpg", "val_000002.jpg"]

@@ -1,23 +1,32 @@
 """`co2 evaluate` as a person meets it, and the same from Python."""
 
 import dataclasses
+import errno
 import json
+import re
 import shutil
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
+import co2
+from co2.checkpoint import save_backbone
 from co2.cli import main
 from co2.data.shapes import write_shapes
+from co2.encoders.backbones import build_backbone
 from co2.engine.pretrain import pretrain
 from co2.errors import UserError
-from co2.evaluation import presets, suite
+from co2.evaluation import knn, linear, presets, semi_supervised, suite
 from co2.evaluation.presets import PROTOCOLS, settings_of
+from co2.evaluation.progress import Progress
 from co2.evaluation.protocol import Evaluation, Spread, spread_over_runs
 
+ROOT = Path(__file__).parents[2]
 CPU = ["--device", "cpu", "--workers", "0"]
 
 
@@ -78,6 +87,99 @@ def test_single_settings_can_be_changed(capsys):
     assert (printed["epochs"], printed["milestones"], printed["learning_rate"]) == (7, [3], 15.0)
 
 
+def test_of_several_presets_the_last_one_counts(capsys):
+    for words, solver in {
+        ("--protocol", "paper", "--protocol", "quick"): "lbfgs",
+        ("--protocol", "quick", "--protocol=paper"): "sgd",
+        ("--protocol=paper",): "sgd",
+        ("--protocol=paper", "--protocol=quick"): "lbfgs",
+    }.items():
+        assert main(["evaluate", "linear", *words, "--print"]) == 0
+        assert json.loads(capsys.readouterr().out)["solver"] == solver
+
+
+@pytest.mark.parametrize("name", [*PROTOCOLS, "all"])
+def test_a_protocol_alone_asks_for_a_subject(name, capsys):
+    assert "Say what to evaluate" in refused(capsys, name)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "knn --query-images -2",
+        "knn --bank-images -5",
+        "knn --temperature nan",
+        "knn --temperature 0",
+        "knn --k 0",
+        "linear --protocol paper --learning-rate nan",
+        "linear --protocol paper --learning-rate -1",
+        "linear --protocol paper --momentum -0.5",
+        "linear --protocol paper --momentum nan",
+        "linear --protocol paper --weight-decay -1",
+        "linear --protocol paper --weight-decay nan",
+        "linear --protocol paper --batch-size 1",
+        "linear --strengths nan",
+        "linear --strengths 0.1 inf",
+        "semi-supervised --learning-rate nan",
+        "semi-supervised --head-learning-rate -1",
+        "semi-supervised --baseline-learning-rate nan",
+        "semi-supervised --momentum 1",
+        "semi-supervised --weight-decay nan",
+        "svm --costs nan",
+        "svm --costs inf",
+        "svm --costs 0",
+        "svm --iterations 0",
+        "svm --positive-weight -1",
+        "svm --seed 5000000000",
+        "detection --statistics-batches -3",
+        "detection --regions-per-image 0",
+        "detection --anchors-per-image 0",
+        "detection --learning-rate nan",
+        "detection --momentum -1",
+        "detection --weight-decay -1",
+        "segmentation --channels 0",
+        "segmentation --dilation 0",
+        "segmentation --conv5-dilation 0",
+        "segmentation --scales 0.001 0.001",
+        "segmentation --learning-rate -1",
+        "segmentation --weight-decay nan",
+        "label-free --images 2",
+        "knn --seed -1",
+        "linear --seed 99999999999999999999999999",
+        "knn --view-size -3",
+        "knn --view-size 0",
+    ],
+)
+def test_settings_out_of_their_range_are_told_in_one_sentence(words, capsys, tmp_path):
+    name, *options = words.split()
+    option = next(word for word in options if word.startswith("--") and word != "--protocol")
+    rest = ["--view-size", "32", "--voc", tmp_path, "--out", tmp_path, *CPU]
+    subject = ["random:co2/resnet10-narrow", "--data", "shapes:40:32"]
+    try:
+        code = main(["evaluate", name, *subject, *map(str, rest), *options])
+    except SystemExit as end:  # of the parser, as for every setting that is wrong by itself
+        code = end.code
+    assert code == 2
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    spelt = f"(?:{option}|{option.removeprefix('--').replace('-', '_')})"
+    assert re.search(rf"{spelt} must be |takes a {spelt} from", told)
+
+
+def test_settings_that_would_do_nothing_are_refused(capsys, tmp_path):
+    rest = ["random:co2/resnet10-narrow", "--data", "shapes:40:32", "--view-size", "32", "--out", tmp_path, *CPU]
+    sgd = {"--epochs": "5", "--learning-rate": "1", "--batch-size": "64", "--milestones": "3", "--momentum": "0.5"}
+    for option, value in (sgd | {"--weight-decay": "1e-4", "--decay": "0.5"}).items():
+        answer = refused(capsys, "linear", *rest, option, value)
+        assert f"{option} would do nothing with --solver lbfgs" in answer
+        assert "--solver sgd" in answer
+    assert "--epochs and --batch-size would" in refused(capsys, "linear", *rest, "--epochs=100", "--batch-size", "64")
+    for options in (["--solver", "sgd", "--crops", "2"], ["--protocol", "paper", "--strengths", "1"]):
+        assert "would do nothing with --solver sgd" in refused(capsys, "linear", *rest, *options)
+    with pytest.raises(UserError, match="--epochs would do nothing"):
+        suite.evaluate("linear", "random:co2/resnet10-narrow", data="shapes:40:32", epochs=3)
+
+
 def test_one_protocol_on_a_run_folder(pretrained_run, tmp_path, capsys):
     out = tmp_path / "records"
     words = ["evaluate", "knn", pretrained_run, "--against", "random", "--runs", "2", "--out", out, *CPU]
@@ -96,6 +198,11 @@ def test_one_protocol_on_a_run_folder(pretrained_run, tmp_path, capsys):
     [record] = [json.loads((out / name).read_text()) for name in files if "run-s0" in name]
     assert record["data"] == "shapes:600:32"  # what the run was trained on, since nothing else was said
     assert record["settings"]["k"] == 200
+    assert record["preset"] == "quick"
+    random = json.loads((out / "knn-random-s0.json").read_text())
+    assert random["architecture"] == record["architecture"]
+    assert random["architecture"].keys() == {"backbone", "stem", "view_size", "mean", "std"}
+    assert random["architecture"]["backbone"] == "co2/resnet10-narrow"
     assert record["details"]["made_with"]["command"].startswith("co2 evaluate knn")
     assert {"co2", "torch", "device", "seconds"} <= record["details"]["made_with"].keys()
 
@@ -132,6 +239,83 @@ def test_a_single_file_of_records(tmp_path, capsys):
     assert json.loads(out.read_text())["protocol"] == "knn"
     assert main(["evaluate", "knn", *subject, "--runs", "2", "--out", str(out), *CPU]) == 0
     assert [record["settings"]["seed"] for record in json.loads(out.read_text())] == [0, 1]
+
+
+def test_records_of_other_data_or_settings_stand_beside_each_other(tmp_path, capsys):
+    subject = ["random:co2/resnet10-narrow", "--view-size", "16", "--out", str(tmp_path), *CPU]
+
+    def names(*words):
+        assert main(["evaluate", "knn", *subject, *words]) == 0
+        return sorted(path.name for path in tmp_path.glob("knn-*"))
+
+    usual = "knn-random-co2-resnet10-narrow-s0.json"
+    assert names("--data", "shapes:60:16") == [usual]
+    first = (tmp_path / usual).read_text()
+    assert names("--data", "shapes:60:16") == [usual]  # the same again takes its place
+    paper = names("--data", "shapes:60:16", "--protocol", "paper")
+    assert paper == ["knn-paper-random-co2-resnet10-narrow-s0.json", usual]
+    assert json.loads((tmp_path / paper[0]).read_text())["preset"] == "paper"
+    assert json.loads((tmp_path / "summary-knn-paper.json").read_text())["preset"] == "paper"
+    others = names("--data", "shapes:70:16")
+    assert len(others) == 3
+    assert names("--data", "shapes:70:16") == others
+    assert len(names("--data", "shapes:60:16", "--k", "3")) == 4
+    kept = json.loads((tmp_path / usual).read_text())
+    assert (kept["data"], kept["settings"]) == ("shapes:60:16", json.loads(first)["settings"])
+    (tmp_path / usual).write_text("[1, 2]")  # no record: nothing to keep
+    assert len(names("--data", "shapes:60:16")) == 4
+
+
+def test_the_records_in_this_repository_are_records():
+    found = list((ROOT / "results" / "evaluation").glob("*-s0.json"))
+    assert found
+    for path in found:
+        record = Evaluation(**json.loads(path.read_text()))
+        assert (record.preset, record.architecture) == ("", {})
+
+
+def test_records_that_cannot_be_written_do_not_take_the_numbers_along(tmp_path, capsys, monkeypatch):
+    subject = ["random:co2/resnet10-narrow", "--view-size", "16", "--data", "shapes:60:16", *CPU]
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("co2.evaluation.protocol.write_atomically", full)
+    for out in (tmp_path / "records", tmp_path / "knn.json"):
+        assert main(["evaluate", "knn", *subject, "--out", str(out)]) == 1
+        printed = capsys.readouterr()
+        assert "top1" in printed.out
+        assert "No space left on device" in printed.err
+        assert "Traceback" not in printed.err
+    (tmp_path / "folder.json").mkdir()
+    assert "is a folder" in refused(capsys, "knn", *subject, "--out", tmp_path / "folder.json")
+
+
+def test_too_little_memory_is_told_plainly_and_leaves_a_protocol_out(tmp_path, capsys, monkeypatch):
+    subject = ["random:co2/resnet10-narrow", "--view-size", "16", "--data", "shapes:60:16", *CPU]
+
+    def exhausted(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    for module in (knn, linear, semi_supervised):
+        monkeypatch.setattr(module, "evaluate", exhausted)
+    for name, knob in {"knn": "--storage", "linear": "--crops", "semi-supervised": "--batch-size"}.items():
+        assert main(["evaluate", name, *subject, "--out", str(tmp_path)]) == 1
+        told = capsys.readouterr().err
+        assert "Traceback" not in told
+        assert f"{name}: the memory is not enough" in told
+        assert knob in told
+    assert main(["evaluate", "all", *subject, "--against", "none", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "Left out: knn. knn: the memory is not enough" in printed
+    assert "rankme" in printed
+
+    def broken(*_, **__):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(knn, "evaluate", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        main(["evaluate", "knn", *subject, "--out", str(tmp_path)])
 
 
 def test_all_runs_everything_that_the_data_allow(pretrained_run, tmp_path, capsys, short):
@@ -245,6 +429,79 @@ def test_the_same_from_python(pretrained_run, tmp_path):
         presets.settings_of("svn", "quick")
 
 
+def test_python_takes_what_the_command_line_takes(pretrained_run, tmp_path, monkeypatch):
+    rest = {"device": "cpu", "workers": 0}
+    write_shapes(str(tmp_path / "folder"), layout="folder", count=60, size=32)
+    [result] = co2.evaluate("knn", pretrained_run, data=tmp_path / "folder", view_size=16, **rest)
+    assert (result.data, result.settings["view_size"], result.preset) == (str(tmp_path / "folder"), 16, "quick")
+    monkeypatch.setenv("HOME", str(pretrained_run.parent))
+    [result] = co2.evaluate("knn", f"~/{pretrained_run.name}", preset="paper", **rest)
+    assert (result.data, result.preset) == ("shapes:600:32", "paper")
+    [result] = co2.evaluate("knn", pretrained_run, settings=settings_of("knn", "paper"), **rest)
+    assert result.preset == ""  # who knows
+    with pytest.raises(UserError, match=r"no settings 'papr'.*Did you mean 'paper'"):
+        co2.evaluate("knn", pretrained_run, preset="papr", **rest)
+
+
+def test_all_from_python(tmp_path, monkeypatch, short):
+    said = []
+
+    class Told(Progress):
+        def say(self, words):
+            said.append(words)
+
+    rest = {"data": "shapes:60:16", "view_size": 16, "device": "cpu", "workers": 0}
+    found = co2.evaluate("all", "random:co2/resnet10-narrow", progress=Told(), **rest)
+    assert {one.protocol for one in found} == {"knn", "linear", "semi-supervised", "label-free"}
+    assert any(words.startswith("Left out: svm. svm needs PASCAL VOC's layout") for words in said)
+    with pytest.raises(UserError, match=r"Nothing could be evaluated\.\n  knn: knn needs images"):
+        co2.evaluate("all", "random:co2/resnet10-narrow", **rest | {"data": ""})
+    with pytest.raises(UserError, match="one protocol at a time"):
+        co2.evaluate("all", "random:co2/resnet10-narrow", epochs=3, **rest)
+
+
+def test_data_that_a_run_names_but_that_are_not_here(pretrained_run, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(pretrained_run, run)
+    config = run / "config.json"
+    config.write_text(config.read_text().replace("shapes:600:32", "data/elsewhere"))
+    told = refused(capsys, "knn", run, "--out", tmp_path, *CPU)
+    assert "data/elsewhere" in told
+    assert "config.json" in told
+    assert "give --data" in told
+    config.write_bytes(b"\xff\xfe")
+    assert "not JSON, or damaged" in refused(capsys, "knn", run, "--out", tmp_path, *CPU)
+
+
+@pytest.mark.parametrize(("recipe", "expected"), [("co2-v1", 5e-4), ("co2-v2", 1e-4), ("co2-small", 1e-4)])
+def test_the_paper_fine_tunes_backbones_of_moco_v1_with_a_weight_decay_of_their_own(
+    recipe, expected, tmp_path, capsys, monkeypatch
+):
+    experiment = co2.recipes.get("demo-moco").edit(recipe=recipe)
+    save_backbone(tmp_path / "backbone.safetensors", build_backbone("co2/resnet10-narrow", "small", 32), experiment)
+
+    def settings_alone(subject, data, settings, *, seed, **_):
+        plain = dataclasses.asdict(settings) | {"seed": seed}
+        return Evaluation("semi-supervised", subject.name, "", {"top1": 1.0}, plain)
+
+    monkeypatch.setattr(semi_supervised, "evaluate", settings_alone)
+
+    def weight_decay(*words):
+        out = tmp_path / "record.json"
+        rest = ["semi-supervised", str(tmp_path), "--data", "shapes:60:32", "--out", str(out), *CPU]
+        assert main(["evaluate", *rest, *words]) == 0
+        return json.loads(out.read_text())["settings"]["weight_decay"]
+
+    assert weight_decay("--protocol", "paper") == expected
+    printed = "".join(capsys.readouterr())
+    assert ("weight_decay is 0.0005" in printed) == (expected == 5e-4)
+    assert weight_decay("--protocol", "paper", "--weight-decay", "1e-4") == 1e-4
+    assert weight_decay("--protocol", "paper", "--weight-decay=0.2") == 0.2
+    assert weight_decay() == 1e-4
+    [result] = co2.evaluate("semi-supervised", tmp_path, data="shapes:60:32", preset="paper", device="cpu", workers=0)
+    assert result.settings["weight_decay"] == expected
+
+
 def test_spread_over_runs():
     runs = [Evaluation("knn", "a", "b", {"top1": value}) for value in (1.0, 2.0, 6.0)]
     assert spread_over_runs(runs) == {"top1": Spread(3.0, pytest.approx(7**0.5))}
@@ -268,6 +525,11 @@ def test_how_label_free_measures_follow_knn_over_kept_checkpoints(tiny, tmp_path
     assert main(["evaluate", "label-free", str(run), "--checkpoints", "--images", "40", "--k", "5", *CPU]) == 0
     printed = capsys.readouterr().out
     assert "rank correlation with kNN" in printed
+    record = json.loads(next((run / "evaluation").glob("label-free-*.json")).read_text())
+    assert (record["data"], record["preset"]) == (experiment.data, "quick")
+    assert {"co2", "torch", "device", "seconds", "command"} <= record["details"]["made_with"].keys()
+    for words in (["--runs", "2"], ["--against", "random"]):
+        assert "leave --runs and --against out" in refused(capsys, "label-free", run, "--checkpoints", *words, *CPU)
     assert all(f"step-{3 * epoch:09d}" in printed for epoch in range(1, 7))
     summary = json.loads((run / "evaluation" / "summary-label-free.json").read_text())
     assert len(summary["results"]) == 6

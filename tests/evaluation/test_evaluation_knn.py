@@ -1,12 +1,18 @@
 import dataclasses
+import errno
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
+from torn_images import Listener, Torn
 
 import co2
 from co2.data.open import open_data
 from co2.engine.pretrain import pretrain
-from co2.evaluation import features, knn
+from co2.errors import RunError
+from co2.evaluation import features, knn, label_free, linear, semi_supervised
 from co2.evaluation.knn import PAPER, QUICK, embed, evaluate
 from co2.evaluation.subject import open_subject
 
@@ -105,6 +111,96 @@ def test_features_larger_than_memory_are_the_same_features(tiny, tmp_path, monke
         embed(subject.build(), source, tiny().views, storage=str(tmp_path / "nowhere"))
 
 
+def test_a_full_disk_is_told_when_the_features_are_stored(tiny, tmp_path, monkeypatch, subject):
+    def refuse(file, offset, size):
+        assert size == 4 * 50 * 128  # bytes of all features: 50 images, 128 numbers each
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    source = open_data("shapes:50:16").train
+    with pytest.raises(co2.UserError, match=r"does not take them: No space left on device\. Make room.*--storage"):
+        embed(subject.build(), source, tiny().views, storage=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="nothing can be reserved here")
+def test_the_room_for_features_is_taken_before_it_is_written_to(tmp_path):
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
+        "from co2.evaluation.features import _room\n"
+        f"_room(2**10, 2**8, {str(tmp_path)!r}).fill_(1)\n"  # as large as allowed
+        f"_room(2**10, 2**9, {str(tmp_path)!r}).fill_(1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1  # an exception; a mapping that cannot be written to ends by a signal
+    assert "UserError: Features need 2.0 MiB" in done.stderr
+    assert "line 3" not in done.stderr
+
+
+class Diverged(torch.nn.Module):
+    """The last image has a feature that is no number."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, images):
+        features = images.flatten(1)
+        features[-1, 5] = self.value
+        return features
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_features_that_are_no_numbers_are_refused(tiny, value):
+    source = open_data("shapes:5:16").train.subset([0, 3, 4])
+    with pytest.raises(RunError, match=r"features of image shapes image 4 are not finite.*diverged.*checkpoint"):
+        embed(Diverged(value), source, tiny().views)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "settings"),
+    [
+        (knn, QUICK),
+        (linear, linear.QUICK),
+        (linear, dataclasses.replace(linear.PAPER, epochs=1)),
+        (semi_supervised, dataclasses.replace(semi_supervised.QUICK, fractions=(0.5,), epochs=1)),
+        (label_free, label_free.QUICK),
+    ],
+)
+def test_every_protocol_says_that_a_backbone_has_diverged(subject, protocol, settings):
+    weights = {
+        name: torch.full_like(weight, torch.nan) for name, weight in subject.weights.items() if "num" not in name
+    }
+    broken = dataclasses.replace(subject, weights={**subject.weights, **weights})
+    with pytest.raises(RunError, match=r"are not finite numbers: the run that made these weights has diverged"):
+        protocol.evaluate(broken, open_data("shapes:60:16"), settings)
+
+
+def test_unreadable_images_are_said_once_and_recorded(subject, tiny, monkeypatch):
+    data = open_data("shapes:200:16")
+    data = dataclasses.replace(data, bank=Torn(data.bank, {5, 7, 20, 21, 199}), test=Torn(data.test, {3}))
+    listener = Listener()
+    monkeypatch.setattr(features, "SLAB_IMAGES", 50)
+    result = evaluate(subject, data, dataclasses.replace(QUICK, k=9), progress=listener)
+    assert listener.lines == [
+        "5 of 200 images could not be read and are left out: picture 5 (torn), picture 7 (torn), picture 20 (torn) "
+        "and 2 more.",
+        "1 of 1,000 images could not be read and are left out: picture 3 (torn).",
+    ]
+    assert result.details["unreadable"] == {f"picture {index}": "torn" for index in (5, 7, 20, 21, 199, 3)}
+    assert result.details["bank_images"] == 195
+
+
+def test_fewer_neighbours_than_asked_for_are_said_and_recorded(subject):
+    data = open_data("shapes:120:16")
+    for wanted, used in ((50, 6), (6, 6)):
+        listener = Listener()
+        result = evaluate(subject, data, dataclasses.replace(QUICK, k=wanted), progress=listener)
+        assert result.details["k"] == used
+        said = "knn: 6 neighbours vote instead of 50: no more than half of what an average class has among 120 images"
+        assert [line.startswith(said) for line in listener.lines] == [True] * (wanted > used)
+
+
 def test_mirrored_features_are_those_of_the_mirror_image(tiny):
     class FirstColumn(torch.nn.Module):
         def forward(self, images):
@@ -125,8 +221,18 @@ def test_what_cannot_be_classified_is_told_plainly(subject):
         evaluate(subject, dataclasses.replace(data, bank=None))
     with pytest.raises(co2.UserError, match="single class"):
         evaluate(subject, dataclasses.replace(data, bank=data.bank.subset([0])))
+    for images, problem in ((5, "none to learn from"), (1, "a single class")):
+        with pytest.raises(
+            co2.UserError, match=rf"{problem}.*larger --bank-images than {images}, or 0 for all 20"
+        ) as told:
+            evaluate(subject, data, dataclasses.replace(QUICK, bank_images=images))
+        assert "Add training images" not in str(told.value)
     of_two = [index for index in range(20) if data.bank.labels[index] in (0, 1)]
-    with pytest.raises(co2.UserError, match="none to learn from"):
-        evaluate(subject, dataclasses.replace(data, bank=data.bank.subset(of_two)))
+    with pytest.raises(co2.UserError, match=r"none to learn from.*Add training images"):
+        evaluate(
+            subject,
+            dataclasses.replace(data, bank=data.bank.subset(of_two)),
+            dataclasses.replace(QUICK, bank_images=2),
+        )
     with pytest.raises(co2.UserError, match="at least 1"):
         knn.KnnSettings(k=0)

@@ -8,11 +8,16 @@ import torch.nn.functional as F
 import co2
 from co2.checkpoint import checkpoints
 from co2.evaluation import knn
-from co2.evaluation.label_free import PAPER, QUICK, LabelFreeSettings, correlations, evaluate, evaluate_checkpoints
+from co2.evaluation.label_free import PAPER, QUICK, LabelFreeSettings, correlations, evaluate
 from co2.evaluation.subject import Subject, open_subject
+from co2.evaluation.suite import Circumstances, evaluate_checkpoints
 from co2.measures.ranking import spearman
 
 SMALL = LabelFreeSettings(images=120, k=10)
+
+
+def on(data):
+    return Circumstances(data="given", opened={"given": data})
 
 
 def test_presets():
@@ -75,7 +80,7 @@ def test_over_the_checkpoints_of_a_run(pretrained_run, tmp_path, shapes):
             trained = state["mechanism"][f"encoder.backbone.{key}"]
             mixed[f"encoder.backbone.{key}"] = torch.lerp(trained, value, blend) if value.is_floating_point() else value
         torch.save(state | {"mechanism": mixed, "step": step}, run / "checkpoints" / f"step-{step:09d}.pt")
-    results = evaluate_checkpoints(run, shapes, SMALL)
+    results = evaluate_checkpoints(run, SMALL, on(shapes), "quick")
     assert [one.subject.split("step-")[1] for one in results] == [f"{step:09d}.pt" for step in range(3)]
     for one, path in zip(results, checkpoints(run), strict=True):
         assert one.numbers["knn_top1"] == knn.evaluate(open_subject(str(path)), shapes).numbers["top1"]
@@ -83,13 +88,17 @@ def test_over_the_checkpoints_of_a_run(pretrained_run, tmp_path, shapes):
     assert followed.keys() == {"alignment", "uniformity", "rankme", "neighbour_agreement"}
     accuracy = [one.numbers["knn_top1"] for one in results]
     assert followed["rankme"] == spearman([one.numbers["rankme"] for one in results], accuracy)
-    assert "knn_top1" not in evaluate_checkpoints(run, dataclasses.replace(shapes, bank=None), SMALL)[0].numbers
+    for one in results:
+        assert (one.data, one.preset, one.architecture["view_size"]) == ("given", "quick", 32)
+        assert {"co2", "torch", "device", "seconds"} <= one.details["made_with"].keys()
+    larger = evaluate_checkpoints(run, SMALL, on(dataclasses.replace(shapes, bank=None)), view_size=48)
+    assert all(one.settings["view_size"] == 48 and "knn_top1" not in one.numbers for one in larger)
 
 
 def test_bad_input_is_told_plainly(pretrained, pretrained_run, tmp_path, shapes):
     shapes = shapes(200)
     with pytest.raises(co2.UserError, match="takes 3"):
-        evaluate_checkpoints(tmp_path, shapes, SMALL)
+        evaluate_checkpoints(tmp_path, SMALL, on(shapes))
     few = dataclasses.replace(shapes, train=shapes.train.subset([0, 1]))
     with pytest.raises(co2.UserError, match="only 2"):
         evaluate(pretrained, few, SMALL)

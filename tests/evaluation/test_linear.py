@@ -3,9 +3,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from sklearn.linear_model import LogisticRegression
+from torn_images import Listener, Torn
 
 import co2
+from co2.data.open import open_data
 from co2.data.source import ArraySource
 from co2.evaluation import features, linear
 from co2.evaluation.features import embed, random_views
@@ -190,6 +193,47 @@ def test_without_a_held_out_part_a_fifth_is_put_aside(pretrained, shapes):
     assert len(np.unique(split.test_labels)) == 10
 
 
+def test_the_only_image_of_a_class_is_not_put_aside(pretrained, shapes):
+    data = dataclasses.replace(shapes(60), test=None)
+    labels = data.bank.labels
+    one_of_the_first_class = [np.flatnonzero(labels == 0)[0], *np.flatnonzero(labels != 0)]
+    data = dataclasses.replace(data, bank=data.bank.subset(one_of_the_first_class))
+    split = labelled_split(data, "linear", seed=0)
+    assert (split.train_labels == 0).sum() == 1
+    assert set(split.test_labels) == set(range(1, 10))
+    assert evaluate(pretrained, data).details["train_images"] == len(split.train)
+    one_of_each = data.bank.subset([np.flatnonzero(data.bank.labels == label)[0] for label in range(10)])
+    with pytest.raises(co2.UserError, match=r"no class has two\. Add images, or a held-out part"):
+        labelled_split(dataclasses.replace(data, bank=one_of_each), "linear", seed=0)
+
+
+def test_classes_of_several_images_are_divided_as_ever(shapes):
+    data = dataclasses.replace(shapes(100), test=None)
+    split = labelled_split(data, "linear", seed=3)
+    aside = balanced_subset(data.bank.labels, 0.2, seed=3)
+    assert [split.test.describe(index) for index in range(len(split.test))] == [data.bank.describe(i) for i in aside]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fate"),
+    [
+        (dataclasses.replace(SHORT, epochs=3), "replaced by others"),
+        (dataclasses.replace(SOLVED, crops=2, plain=True), "replaced by others"),
+        (dataclasses.replace(QUICK, crops=0, plain=True), "left out"),
+    ],
+)
+def test_unreadable_images_are_said_once_and_recorded(pretrained, shapes, settings, fate):
+    data = shapes(100)
+    data = dataclasses.replace(data, bank=Torn(data.bank, {4, 40}), test=Torn(data.test, {3}))
+    listener = Listener()
+    result = evaluate(pretrained, data, settings, progress=listener)
+    in_training, judged = listener.lines
+    assert in_training.startswith(f"2 of 100 images could not be read and are {fate}: picture ")
+    assert {"picture 4 (torn)", "picture 40 (torn)"} == set(in_training.rstrip(".").split(": ")[1].split(", "))
+    assert judged == "1 of 300 images could not be read and are left out: picture 3 (torn)."
+    assert result.details["unreadable"] == {f"picture {index}": "torn" for index in (4, 40, 3)}
+
+
 def test_balanced_subsets():
     labels = np.repeat(np.arange(5), [1000, 200, 30, 1, 0][:5])
     chosen = balanced_subset(labels, 0.01, seed=3)
@@ -210,10 +254,15 @@ def test_a_hopeless_learning_rate_is_told_plainly(pretrained, shapes):
         evaluate(pretrained, shapes(300), dataclasses.replace(SHORT, learning_rate=1e38))
 
 
-def test_bad_data_is_told_plainly(pretrained, shapes):
+def test_bad_data_is_told_plainly(pretrained, shapes, tmp_path):
     data = shapes(20)
     with pytest.raises(co2.UserError, match=r"linear needs labels.*train/CLASS"):
         evaluate(pretrained, dataclasses.replace(data, bank=None))
+    for part in ("train", "val"):
+        (tmp_path / part / "ants").mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / part / "ants" / "1.png")
+    with pytest.raises(co2.UserError, match=r"two classes at least, and '.*/train' has a single sub-folder.*'ants'"):
+        evaluate(pretrained, open_data(str(tmp_path)))
     of_one = np.flatnonzero(data.bank.labels == 2)
     with pytest.raises(co2.UserError, match="single class"):
         evaluate(pretrained, dataclasses.replace(data, bank=data.bank.subset(of_one), test=None))

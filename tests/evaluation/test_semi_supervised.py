@@ -3,6 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torn_images import Listener, Torn
 
 import co2
 from co2.evaluation import semi_supervised
@@ -125,6 +126,33 @@ def test_from_scratch_on_the_same_labels(pretrained, shapes, monkeypatch):
     assert tuning[2] == scratch[2]
     rates = [(one.learning_rate, one.head_learning_rate, one.milestones) for one, _, _ in (tuning, scratch)]
     assert rates == [(0.0025, 0.25, (1,)), (0.1, 0.1, (2,))]
+
+
+def test_unreadable_images_are_said_once_and_recorded(pretrained, shapes):
+    data = shapes(100)
+    data = dataclasses.replace(data, bank=Torn(data.bank, set(range(0, 100, 9))), test=Torn(data.test, {3}))
+    settings = dataclasses.replace(
+        SHORT, fractions=(0.1, 1.0), epochs=2, milestones=(1,), baseline=True, baseline_epochs=2
+    )
+    listener = Listener()
+    result = evaluate(pretrained, data, settings, progress=listener)
+    few = [index for index in result.details["subsets"]["10%"]["indices"] if index % 9 == 0]
+    assert 0 < len(few) < 12
+    assert [line.partition(": ")[0] for line in listener.lines] == [
+        f"{len(few)} of 10 images could not be read and are replaced by others",
+        "1 of 300 images could not be read and are left out",
+        f"{12 - len(few)} of 100 images could not be read and are replaced by others",  # those that are new
+    ]
+    assert result.details["unreadable"] == {f"picture {index}": "torn" for index in [3, *range(0, 100, 9)]}
+
+
+def test_the_only_image_of_a_class_is_not_put_aside(pretrained, shapes):
+    data = shapes(60)
+    labels = data.bank.labels
+    one_of_the_first_class = [np.flatnonzero(labels == 0)[0], *np.flatnonzero(labels != 0)]
+    data = dataclasses.replace(data, bank=data.bank.subset(one_of_the_first_class), test=None)
+    result = evaluate(pretrained, data, dataclasses.replace(SHORT, epochs=1))
+    assert result.details["held_out_by_seed"] is True
 
 
 def test_bad_input_is_told_plainly(pretrained, shapes):

@@ -1,6 +1,7 @@
 """Every name that a person has for a backbone, and what is said about those that are none."""
 
 import pickle
+import random
 
 import pytest
 import timm
@@ -111,6 +112,110 @@ def test_checkpoints_of_something_else_are_told_plainly(tmp_path):
     torch.save([1, 2], path)
     with pytest.raises(co2.UserError, match="holds a list"):
         open_subject(str(path))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"state_dict": 5},
+        {"state_dict": None},
+        {"state_dict": {1: torch.ones(1), "module.encoder_q.conv1.weight": torch.ones(1)}},
+        {"state_dict": {"module.encoder_q.conv1.weight": 5}},
+        {"experiment": "{}", "mechanism": {}},
+        {"experiment": "{}", "mechanism": [], "step": 1},
+        {"experiment": "{}", "mechanism": {"encoder.backbone.conv1.weight": "x"}, "step": 1},
+        {"experiment": 5, "mechanism": {}, "step": 1},
+        {"experiment": "{}", "mechanism": {}, "step": "one"},
+    ],
+    ids=str,
+)
+def test_checkpoints_of_another_structure_are_told_plainly(tmp_path, content):
+    path = tmp_path / "other.pth"
+    torch.save(content, path)
+    with pytest.raises(co2.UserError, match=r"other\.pth is (damaged, or no|not a) checkpoint"):
+        open_subject(str(path))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"some words, and no checkpoint\n",
+        b"<!DOCTYPE html><html><body>404</body></html>",
+        b'{"recipe": "co2-v2"}',
+        b"\x89PNG\r\n\x1a\n" + bytes(64),
+        b"",
+        b"PK\x03\x04" + bytes(64),
+        b"\x80\x02",
+    ],
+    ids=["text", "html", "json", "png", "empty", "zip", "pickle"],
+)
+def test_files_that_are_no_checkpoints_are_not_accused_of_running_code(tmp_path, content):
+    path = tmp_path / "t.pth.tar"
+    path.write_bytes(content)
+    with pytest.raises(co2.UserError, match=r"t\.pth\.tar cannot be read: it is damaged, incomplete, or no checkpoint"):
+        open_subject(str(path))
+
+
+@pytest.mark.parametrize("archive", [True, False], ids=["zip", "bare pickle"])
+def test_damaged_bytes_never_end_in_a_traceback(tmp_path, archive):
+    path = tmp_path / "moco.pth.tar"
+    state = {f"module.encoder_q.{name}": torch.ones(3) for name in ("conv1.weight", "bn1.weight", "fc.weight")}
+    torch.save({"arch": "resnet18", "state_dict": state}, path, _use_new_zipfile_serialization=archive)
+    sound = path.read_bytes()
+    generator = random.Random(0)
+    for _ in range(150):
+        damaged = bytearray(sound)
+        for _ in range(3):
+            damaged[generator.randrange(len(sound))] = generator.randrange(256)
+        path.write_bytes(damaged)
+        with pytest.raises(co2.UserError):  # of a sound one, too: weights are missing
+            open_subject(str(path))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, value):
+    weights = build_backbone("co2/resnet10-narrow", view_size=32).state_dict()
+    weights["layer2.0.conv1.weight"][0, 0, 0, 0] = value
+    described = {"backbone": "co2/resnet10-narrow", "stem": "standard", "view_size": "32"}
+    described |= {"mean": "[0.5, 0.5, 0.5]", "std": "[0.5, 0.5, 0.5]"}
+    save_file(weights, tmp_path / "backbone.safetensors", metadata=described)
+    with pytest.raises(co2.UserError, match=r"layer2\.0\.conv1\.weight is the first.*diverged"):
+        open_subject(str(tmp_path))
+
+
+def test_models_that_ask_for_the_version_of_their_weights(tmp_path):
+    subject = open_subject("torchvision/mnasnet0_5", view_size=32)
+    module = subject.build()
+    assert all(torch.equal(value, subject.weights[key]) for key, value in module.state_dict().items())
+    assert subject.build(classes=3)(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
+
+
+def test_how_a_backbone_was_trained_is_known_where_it_says_so(tmp_path, pretrained_run):
+    assert open_subject(str(pretrained_run)).recipe == "demo-co2"
+    assert open_subject(str(checkpoints(pretrained_run)[-1])).recipe == "demo-co2"
+    for head, recipe in (("linear", "moco-v1"), ("mlp", "moco-v2")):
+        moco_checkpoint(tmp_path / "moco.pth.tar", head)
+        subject = open_subject(str(tmp_path / "moco.pth.tar"))
+        assert subject.recipe == recipe
+        assert open_subject("random", like=subject).recipe == recipe  # compared with the same settings
+    assert open_subject("torchvision/resnet18").recipe == ""
+
+
+@pytest.mark.parametrize("view_size", [-3, 0, 3, 100_000])
+def test_view_sizes_have_limits(view_size):
+    with pytest.raises(co2.UserError, match="--view-size must be from 4 to 4096"):
+        open_subject("random:co2/resnet10-narrow", view_size=view_size)
+
+
+def test_a_view_size_that_a_model_does_not_take_is_named_as_here():
+    with pytest.raises(co2.UserError, match="Choose another --view-size"):
+        open_subject("torchvision/vit_b_16", view_size=33)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 10**30])
+def test_seeds_have_limits(seed):
+    with pytest.raises(co2.UserError, match=r"--seed must be .* from 0 to 2\^63 - 1"):
+        open_subject("random:co2/resnet10-narrow", seed=seed)
 
 
 def test_random_weights_are_a_function_of_the_seed(pretrained):

@@ -4,12 +4,15 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+import torch
 from one_class_voc import write_one_class_voc
 from sklearn.svm import LinearSVC
+from torn_images import Listener
 
 import co2
 from co2.data.shapes import write_shapes
 from co2.data.voc import read_detection
+from co2.errors import RunError
 from co2.evaluation.features import embed
 from co2.evaluation.labels import balanced_subset
 from co2.evaluation.svm import PAPER, QUICK, SvmSettings, evaluate
@@ -154,9 +157,36 @@ def test_unreadable_images_are_left_out_together_with_their_labels(pretrained, t
         (root / "JPEGImages" / f"{path.read_text().split()[0]}.jpg").write_bytes(b"nothing")
     broken = evaluate(pretrained, tmp_path / "voc", ONE_COST)
     assert (broken.details["train_images"], broken.details["test_images"]) == (47, 11)
+    unreadable = broken.details.pop("unreadable")
+    assert [name.rpartition("/")[2] for name in unreadable] == [f"{path.read_text().split()[0]}.jpg" for path in lists]
     for path in lists:
         path.write_text("\n".join(path.read_text().split()[1:]))
-    assert evaluate(pretrained, tmp_path / "voc", ONE_COST) == broken
+    without = evaluate(pretrained, tmp_path / "voc", ONE_COST)
+    assert without.details.pop("unreadable") == {}
+    assert without == broken
+
+
+def test_boxes_that_are_dropped_make_no_image_a_negative(pretrained, tmp_path):
+    write_shapes(str(tmp_path / "voc"), layout="voc", count=60, size=32)
+    sound = evaluate(pretrained, tmp_path / "voc", ONE_COST)
+    annotations = tmp_path / "voc" / "VOCdevkit" / "VOC2012" / "Annotations"
+    train, _ = read_detection(tmp_path / "voc", "train2012", "val2012")
+    spoiled = [name for name, objects in zip(train.names, train.objects, strict=True) if len(objects.labels)][::2]
+
+    def move_out(thing):
+        thing.find("bndbox/xmin").text, thing.find("bndbox/xmax").text = "900", "950"
+
+    for name in spoiled:
+        change_objects(annotations / f"{name}.xml", move_out)
+    dropped = sum(len(train.objects[train.names.index(name)].labels) for name in spoiled)
+    listener = Listener()
+    result = evaluate(pretrained, tmp_path / "voc", ONE_COST, progress=listener)
+    assert result.numbers == sound.numbers
+    assert sound.details["boxes"]["train"]["dropped"] == 0
+    assert result.details["boxes"]["train"]["dropped"] == dropped > 0
+    assert result.details["boxes"]["test"] == sound.details["boxes"]["test"]
+    [line] = listener.lines
+    assert line.startswith(f"train2012: {dropped} objects have a box without any area in their image")
 
 
 def test_the_record_says_which_machines_did_not_come_to_an_end(pretrained, voc):
@@ -166,6 +196,13 @@ def test_the_record_says_which_machines_did_not_come_to_an_end(pretrained, voc):
     )
     assert all(one["converged"] for one in whole.values())
     assert not any(one["converged"] for one in cut_short.values())
+
+
+def test_a_backbone_that_has_diverged_is_told(pretrained, voc):
+    weights = {name: weight.clone() for name, weight in pretrained.weights.items()}
+    weights["conv1.weight"].fill_(torch.nan)
+    with pytest.raises(RunError, match="are not finite numbers: the run that made these weights has diverged"):
+        evaluate(dataclasses.replace(pretrained, weights=weights), voc, ONE_COST)
 
 
 def test_bad_input_is_told_plainly(pretrained, voc, tmp_path):

@@ -117,6 +117,26 @@ def test_agrees_with_scikit_learn(bank: Labelled, queries: Labelled) -> None:
         assert accuracy == pytest.approx(theirs.score(queries[0].numpy(), queries[1].numpy()))
 
 
+@pytest.mark.parametrize("temperature", [0.1, 0.01, 0.001])
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_no_temperature_is_too_small(bank: Labelled, queries: Labelled, temperature: float, leave_out: bool) -> None:
+    bank = (bank[0] + 2, bank[1])  # all rather similar: exp(similarity / 0.01) is more than single precision holds
+    asked, truth = bank if leave_out else (queries[0] + 2, queries[1])
+    similarities = F.normalize(asked.double(), dim=1) @ F.normalize(bank[0].double(), dim=1).T  # [M, N]
+    if leave_out:
+        similarities.fill_diagonal_(-torch.inf)
+    near, rows = similarities.topk(10, dim=1)
+    assert near[:, 0].median() > 0.89
+    of_class = bank[1][rows][:, None] == torch.arange(CLASSES)[:, None]  # [M, classes, 10]
+    log_votes = torch.where(of_class, near[:, None] / temperature, -torch.inf).logsumexp(dim=2)  # [M, classes]
+    expected = log_votes.argsort(dim=1, descending=True, stable=True)
+    settings = {"classes": CLASSES, "k": 10, "temperature": temperature, "exclude_self": leave_out}
+    assert torch.equal(knn_predict(*bank, asked, **settings), expected)
+    result = knn_accuracy(*bank, asked, truth, **settings)
+    assert result.top1 == pytest.approx((expected[:, 0] == truth).double().mean().item())
+    assert result.top5 == pytest.approx((expected[:, :5] == truth[:, None]).any(dim=1).double().mean().item())
+
+
 def test_leaving_one_out_matters(bank: Labelled) -> None:
     assert knn_accuracy(*bank, *bank, classes=CLASSES, k=1).top1 == 1.0
     assert knn_accuracy(*bank, *bank, classes=CLASSES, k=1, exclude_self=True).top1 < 0.9
