@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -84,13 +85,14 @@ class FileSource(ImageSource):
 def find_images(folder: str) -> tuple[list[bytes], Counter[str]]:
     """The image files below a folder, as sorted paths relative to it, and how many other files have which extension.
 
-    Hidden files and folders are left out. Links to folders are followed, but no folder is entered twice, so that a
-    link to a folder above ends there; a folder that is reached both ways counts where it really is.
+    Hidden files and folders are left out. Links to folders are followed, but no folder is entered twice, and none that
+    the whole folder lies in: a link to one ends there, and does not lead all over the disk. A folder that is reached
+    both ways counts where it really is.
     """
     root = os.fsencode(folder)
     found: list[bytes] = []
     others: Counter[str] = Counter()
-    entered: set[tuple[int, int]] = set()
+    entered = _around(root)
     folders = deque([b""])
     linked: deque[bytes] = deque()  # entered when all real folders have been
     while folders or linked:
@@ -121,6 +123,18 @@ def find_images(folder: str) -> tuple[list[bytes], Counter[str]]:
     separator = os.fsencode(os.sep)
     found.sort(key=lambda path: path.replace(separator, b"\0"))  # a folder's files stay together: 'a' before 'a-b'
     return found, others
+
+
+def _around(folder: bytes) -> set[tuple[int, int]]:
+    """The folders that this one lies in, by device and number."""
+    found = set()
+    path = os.path.realpath(folder)
+    while (above := os.path.dirname(path)) != path:
+        path = above
+        with suppress(OSError):
+            information = os.stat(path)
+            found.add((information.st_dev, information.st_ino))
+    return found
 
 
 def folder_source(folder: str, name: str | None = None, classes: Sequence[str] | None = None) -> FileSource:

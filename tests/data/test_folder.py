@@ -58,6 +58,14 @@ def test_a_folder_counts_where_it_really_is(tmp_path: Path) -> None:
     assert names(tmp_path) == ["z/1.png"]
 
 
+def test_a_link_to_what_lies_around_the_folder_is_not_followed(tmp_path: Path) -> None:
+    put(tmp_path / "all", "train/1.png", "private/2.png")
+    (tmp_path / "all" / "train" / "root").symlink_to("/")
+    (tmp_path / "all" / "train" / "up").symlink_to("..")
+    (tmp_path / "all" / "train" / "beside").symlink_to("../private")  # which is what somebody wants
+    assert find_images(str(tmp_path / "all" / "train"))[0] == [b"1.png", b"beside/2.png"]
+
+
 def test_a_dangling_link_is_named_when_it_is_read(tmp_path: Path) -> None:
     put(tmp_path, "1.png")
     (tmp_path / "2.png").symlink_to(tmp_path / "gone.png")
