@@ -5,29 +5,22 @@ Each command imports what it needs when it runs, so that help and mistakes are a
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
+import os
+import shlex
+import signal
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-_INTERRUPTED = "co2: interrupted."
+import tyro
 
-try:
-    import contextlib
-    import dataclasses
-    import io
-    import os
-    import shlex
-    import signal
-    from collections.abc import Callable, Iterator, Sequence
-    from dataclasses import dataclass
-    from typing import Annotated, Literal
-
-    import tyro
-
-    from co2.engine.audience import lasting_output
-    from co2.errors import UserError, did_you_mean
-    from co2.machine import read_launch
-except KeyboardInterrupt:  # so early that `main` is not there yet
-    print(_INTERRUPTED, file=sys.stderr)
-    sys.exit(130)
+from co2.engine.audience import lasting_output
+from co2.errors import UserError, did_you_mean
+from co2.machine import read_launch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"co2: {error}", file=sys.stderr)
             return error.exit_code
         except KeyboardInterrupt:
-            print(_INTERRUPTED, file=sys.stderr)
+            print("co2: interrupted.", file=sys.stderr)
             return 130
 
 

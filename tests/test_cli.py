@@ -161,15 +161,14 @@ class CtrlC:
             with contextlib.suppress(KeyboardInterrupt) if sys.argv[2] == "swallowed" else contextlib.nullcontext():
                 os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it
 sys.meta_path.insert(0, CtrlC())
 from co2.cli import main
 sys.exit(main(sys.argv[3:]))
 """
 
 
-@pytest.mark.parametrize(
-    ("module", "what_happens"), [("tyro", "raised"), ("torch", "raised"), ("numpy", "raised"), ("numpy", "swallowed")]
-)
+@pytest.mark.parametrize(("module", "what_happens"), [("torch", "raised"), ("numpy", "raised"), ("numpy", "swallowed")])
 def test_an_interruption_while_packages_are_imported_is_one(tmp_path, module, what_happens):
     words = ["pretrain", "demo-co2", "--data", "shapes:40:16", "--out", str(tmp_path / "run"), *SMALL]
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, what_happens, *words]

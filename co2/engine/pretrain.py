@@ -360,8 +360,8 @@ class Run:
             self.checkpoints.finish()
             raise RunError(
                 f"{count} of {images} images cannot be read, the last one {self.train.describe(index)} ({reason}). "
-                f"That is more than a tenth: look at {self.folder / BAD_IMAGES}, repair or replace them, and go on with "
-                "--resume."
+                f"That is more than a tenth: look at {self.folder / BAD_IMAGES}, repair or replace them, and go on "
+                "with --resume."
             )
         self.display.say(
             f"Skipped an image that cannot be read: {self.train.describe(index)} ({reason}). "
