@@ -59,10 +59,20 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def choose_device(name: str, launch: Launch = ALONE) -> torch.device:
-    """The device that the user named, if it is there; of several processes on a machine each gets a GPU of its own."""
+    """The device that the user named, for this process to work on."""
     import torch
 
     os.environ.setdefault(*_GPU_QUEUES)
+    device = find_device(name, launch)
+    if name.startswith("cuda:"):
+        torch.cuda.set_device(device)  # streams, and questions about memory, are by default the current device's
+    return device
+
+
+def find_device(name: str, launch: Launch = ALONE) -> torch.device:
+    """The device that the user named, if it is there; of several processes on a machine each gets a GPU of its own."""
+    import torch
+
     if launch.count > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
         if launch.local_count > torch.cuda.device_count():
             raise UserError(
@@ -86,8 +96,6 @@ def choose_device(name: str, launch: Launch = ALONE) -> torch.device:
         raise UserError("No CUDA GPU is available to torch. Use --device cpu, or leave --device out.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"There is no {name}: this machine has {torch.cuda.device_count()} GPU(s), counted from 0.")
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # streams, and questions about memory, are by default the current device's
     return device
 
 

@@ -267,8 +267,6 @@ def _study(names: list[str], request: Request) -> int:
         return _write_up(out, plan, names)
     commands = {cell.name: plan.grids[name].command for name in reversed(names) for cell in plan.cells(name)}
     todo, done = outstanding(cells, plan, circumstances)  # what is refused is refused before anything is written
-    if todo:
-        _check_what_all_need(todo, plan, request)
     if done:
         print(f"{len(done)} of {len(cells)} cells are done already.", flush=True)
     _make_folder(out)
@@ -358,28 +356,6 @@ def _chosen(plan: Plan, names: Sequence[str], only: Sequence[str]) -> list[str]:
         if name not in known:
             raise UserError(f"There is no variant '{name}' in {' and '.join(names)}. There are {', '.join(known)}.")
     return list(only) or known
-
-
-def _check_what_all_need(cells: Sequence[Cell], plan: Plan, request: Request) -> None:
-    """Mistakes that every cell would run into, one after the other, after hours maybe."""
-    from co2.data.open import open_data
-    from co2.data.voc import read_detection, read_segmentation
-    from co2.engine.pretrain import check_sizes
-    from co2.machine import choose_device
-    from co2.study.sitting import data_of
-
-    choose_device(request.device)
-    images = len(open_data(data_of(plan)).train)
-    for cell in cells:
-        try:
-            check_sizes(cell.experiment, [images])
-        except UserError as error:
-            raise UserError(str(error).replace("--batch-size ", "--set batch_size=")) from None
-    asked = {protocol: settings for cell in cells for protocol, settings in cell.protocols.items()}
-    for protocol in grids.TRANSFER:
-        if protocol in asked:
-            read = read_segmentation if protocol == "segmentation" else read_detection
-            read(request.voc, asked[protocol]["train"], asked[protocol]["test"])
 
 
 def _show_plan(plan: Plan, cells: Sequence[Cell], circumstances: Circumstances) -> int:

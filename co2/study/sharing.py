@@ -22,8 +22,8 @@ PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 _LOGS = "CUDA_MPS_LOG_DIRECTORY"
 _USUAL_PIPES = Path("/tmp/nvidia-mps")
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-# MPS has so many queues for all of its clients, or a few more: three with 32 each were seen to work, where a fifth was
-# told that memory had run out.
+# MPS has so many queues for all of its clients, or a few more: three with 32 each were seen to work, and others beside
+# them were told that memory had run out.
 _ALL_QUEUES = 64
 _SECONDS_TO_BEGIN, _SECONDS_TO_END = 30.0, 20.0
 

@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from co2.checkpoint import BACKBONE, CONFIG
 from co2.config import Experiment, differences
 from co2.data.open import VALIDATION, open_data, validation_of
+from co2.data.voc import read_detection, read_segmentation
+from co2.engine.pretrain import check_sizes
 from co2.engine.records import METRICS
 from co2.errors import UserError
-from co2.machine import choose_workers, stop_requests
+from co2.machine import choose_workers, find_device, stop_requests
 from co2.study.cell import Job
-from co2.study.grids import cost_of
+from co2.study.grids import TRANSFER, cost_of
 from co2.study.plan import CELLS, FAILED, Cell, Plan
 from co2.study.records import mismatches, missing_protocols, read_record, record_path, write_failure
 from co2.study.sharing import shared_gpu
@@ -108,7 +108,23 @@ def outstanding(cells: Sequence[Cell], plan: Plan, circumstances: Circumstances)
             + "\n".join(f"  {name}: {'; '.join(lines[:3])}" for name, lines in list(differing.items())[:8])
             + "\nChoose another --out (and --runs), or say --redo to compute these cells again."
         )
+    _check_what_all_need(todo, data["train"], circumstances)
     return todo, done
+
+
+def _check_what_all_need(cells: Sequence[Cell], images: int, circumstances: Circumstances) -> None:
+    """Mistakes that every cell would run into, one after the other, after hours maybe."""
+    find_device(circumstances.device)
+    for cell in cells:
+        try:
+            check_sizes(cell.experiment, [images])
+        except UserError as error:
+            raise UserError(str(error).replace("--batch-size ", "--set batch_size=")) from None
+    asked = {protocol: settings for cell in cells for protocol, settings in cell.protocols.items()}
+    for protocol in TRANSFER:
+        if protocol in asked and circumstances.voc:
+            read = read_segmentation if protocol == "segmentation" else read_detection
+            read(circumstances.voc, asked[protocol]["train"], asked[protocol]["test"])
 
 
 def data_of(plan: Plan) -> str:
@@ -237,9 +253,7 @@ class _Sitting:
 
     def _sharing(self) -> AbstractContextManager[Mapping[str, str]]:
         at_once = min(self.circumstances.jobs, len(self.waiting))
-        on_a_gpu = self.circumstances.device.startswith("cuda") or (
-            self.circumstances.device == "auto" and torch.cuda.is_available()
-        )
+        on_a_gpu = find_device(self.circumstances.device).type == "cuda"
         return shared_gpu(at_once) if on_a_gpu and at_once > 1 else nullcontext({})
 
     def _may_start(self, requested: Sequence[int]) -> bool:

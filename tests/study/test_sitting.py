@@ -321,6 +321,14 @@ def test_mistakes_that_all_cells_share(words_tiny, tmp_path, capsys, names, wron
     assert not list(tmp_path.glob("results/cells/*"))
 
 
+def test_looking_for_the_device_does_not_decide_for_the_cells(planned, monkeypatch):
+    """How many queues of the GPU each of them takes is said by who shares it out, not by the study's own process."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    folder, plan = planned("curves")
+    outstanding(plan.cells("curves"), plan, Circumstances(folder, folder / "runs"))
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+
+
 def test_the_plan_shows_what_the_command_would_do(planned, write_cell, words_tiny, capsys):
     folder, plan = planned("curves")
     for variant in plan.grids["curves"].variants:
