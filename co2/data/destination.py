@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-from co2.data.source import ImageSource, printable
+from co2.data.source import printable
 from co2.errors import UserError
 
 _LOCK = ".lock"
@@ -49,19 +48,3 @@ def claimed(folder: str, foreign: Callable[[set[str]], set[str]]) -> Iterator[No
         finally:
             with contextlib.suppress(OSError):
                 os.remove(path)
-
-
-def fingerprint(splits: Iterable[ImageSource]) -> str:
-    """Changes when images come, go, change their names, labels or places; to mix two states would spoil the copy."""
-    digest = hashlib.sha256()
-    for images in splits:
-        digest.update(name_bytes("\n".join(images.classes)))
-        digest.update(b"" if images.labels is None else images.labels.tobytes())
-        for index in range(len(images)):
-            digest.update(name_bytes(images.describe(index) + "\n"))
-    return digest.hexdigest()
-
-
-def name_bytes(name: str) -> bytes:
-    """A name as it is written to files; that of a folder need not be text."""
-    return name.encode("utf-8", "backslashreplace")

@@ -22,7 +22,8 @@ import numpy as np
 from PIL import Image
 
 from co2.data.decode import decode_image
-from co2.data.destination import claimed, fingerprint, name_bytes
+from co2.data.destination import claimed
+from co2.data.fingerprint import fingerprint, name_bytes
 from co2.data.open import open_splits
 from co2.data.packed import (
     BAD_IMAGES,

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from co2.data.destination import claimed, fingerprint
+from co2.data.destination import claimed
+from co2.data.fingerprint import fingerprint
 from co2.data.open import open_splits
 from co2.data.packed import read_json
 from co2.data.shard_storage import index_of

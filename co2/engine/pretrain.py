@@ -25,6 +25,7 @@ from co2.checkpoint import (
     write_atomically,
 )
 from co2.config import Experiment
+from co2.data.fingerprint import fingerprint_of_names
 from co2.data.open import DataSplits, open_data
 from co2.engine.advice import Advisor
 from co2.engine.clock import Moment
@@ -39,7 +40,6 @@ from co2.engine.records import (
     Records,
     Unwritten,
     claim_folder,
-    fingerprint_of_names,
 )
 from co2.engine.trainer import MEASURED, Trainer, check_step
 from co2.errors import RunError, UserError
@@ -78,7 +78,7 @@ def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str
         processes.use(device)
         images = processes.joined([len(splits.train)])  # for each process
         processes.first(lambda: check_sizes(experiment, images))
-        names = processes.joined([fingerprint_of_names(splits.train)])
+        names = processes.joined([fingerprint_of_names(splits.train)])  # for each process
         processes.first(lambda: check_names(experiment, names))
         processes.first(lambda: _check_step_of_new_run(experiment, device, run))
         before = {path for path in _written_by_start(run) if os.path.exists(path)}

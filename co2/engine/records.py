@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import io
 import json
 import math
 import os
-import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -102,20 +100,6 @@ def _refuse_other_settings(run: Path, experiment: Experiment) -> None:
             + "\n  ".join(differ)
             + "\nResume with the run's own settings, or start a new run with another --out."
         )
-
-
-def fingerprint_of_names(images: ImageSource) -> int:
-    """A number of 64 bits that changes with any image's name or place among the others.
-
-    Names count below the folder that the images have in common, so that it may be moved or written in another way.
-    """
-    first, last = images.describe(0), images.describe(len(images) - 1)
-    shared = os.path.commonprefix([first, last])  # noqa: RUF071 - of names, which need not be paths
-    root = shared.removesuffix(re.split(r"/|: ", shared)[-1])  # packs and shards have a colon before a name
-    digest = hashlib.blake2b(digest_size=8)
-    for index in range(len(images)):
-        digest.update(f"{images.describe(index).removeprefix(root)}\n".encode(errors="backslashreplace"))
-    return int.from_bytes(digest.digest())
 
 
 class Records:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from co2.checkpoint import CheckpointWriter, checkpoints, read_checkpoint
 from co2.engine import mechanisms
 from co2.engine.distributed import Processes
 from co2.engine.trainer import MEASURED, Trainer
@@ -47,6 +48,17 @@ def test_anything_that_is_no_number_is_noticed(tiny, name, bad):
     assert trainer.is_finite()
     tensor.view(-1)[-1] = bad
     assert not trainer.is_finite()
+
+
+def test_a_network_that_asks_for_its_version_is_taken_up_again(tiny, tmp_path):
+    experiment = tiny(encoder={"backbone": "torchvision/mnasnet0_5", "stem": "standard"}, views={"size": 32})
+    trainer, again = (Trainer(experiment.edit(seed=seed), 40, 10, CPU) for seed in (0, 1))
+    writer = CheckpointWriter(tmp_path)
+    writer.write(trainer.state(), 0)
+    writer.close()
+    again.restore(read_checkpoint(checkpoints(tmp_path)[-1]))
+    for name, tensor in trainer.mechanism.state_dict().items():
+        assert torch.equal(tensor, again.mechanism.state_dict()[name]), name
 
 
 def drawn(trainer, step):
