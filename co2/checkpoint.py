@@ -45,21 +45,19 @@ class CheckpointWriter:
 
     Those of every `keep_every`-th step stay for good, too, unless that is 0. `write` copies the state and returns; a
     thread of its own brings it to the disk while training goes on. What went wrong there is raised by the next `write`
-    or by `finish`. Every checkpoint has what is `the_same` throughout the run beside its state.
+    or by `finish`.
     """
 
-    def __init__(self, run: Path, keep_every: int = 0, the_same: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, run: Path, keep_every: int = 0) -> None:
         self.run = run
         self.keep_every = keep_every
-        self.the_same = the_same or {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
 
     def write(self, state: Mapping[str, Any], step: int) -> None:
         """Bring `state`, as it is now, to the disk. Waits only for an earlier one that is still on its way."""
         self.finish()
-        whole = {**self.the_same, **_copy_to_cpu(state)}
-        self._pending = self._thread.submit(write_checkpoint, self.run, whole, step, self.keep_every)
+        self._pending = self._thread.submit(write_checkpoint, self.run, _copy_to_cpu(state), step, self.keep_every)
 
     def finish(self) -> None:
         """Wait until everything is safe on the disk."""

@@ -152,15 +152,6 @@ def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path):
     assert not (tmp_path / "gone").exists()
 
 
-def test_every_checkpoint_has_what_is_the_same_throughout_a_run(tmp_path):
-    writer = CheckpointWriter(tmp_path, the_same={"names": 7})
-    for step in (1, 2):
-        writer.write({"step": step}, step)
-    writer.finish()
-    writer.close()
-    assert [read_checkpoint(path) for path in checkpoints(tmp_path)] == [{"names": 7, "step": s} for s in (1, 2)]
-
-
 def test_what_is_written_in_the_background_is_the_state_of_that_moment(tmp_path):
     writer, weights = CheckpointWriter(tmp_path), torch.zeros(500_000)
     for step in range(1, 6):

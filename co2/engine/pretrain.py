@@ -213,8 +213,7 @@ class Run:
         self.steps_per_epoch = self.loader.batches_per_epoch
         steps = experiment.epochs * self.steps_per_epoch
         self.trainer = Trainer(experiment, len(splits.train), steps, device, processes, self.display.say)
-        kept_every = experiment.monitoring.keep_every * self.steps_per_epoch
-        self.checkpoints = CheckpointWriter(folder, kept_every, the_same={"names": names})
+        self.checkpoints = CheckpointWriter(folder, experiment.monitoring.keep_every * self.steps_per_epoch)
         self._restore()
         self.monitor = Monitor(experiment, splits, device, workers)
         self.records: Records = Unwritten()
@@ -275,7 +274,7 @@ class Run:
 
     def _save(self) -> None:
         self._refuse_ruins()
-        self.checkpoints.write(self.trainer.state(), self.trainer.step)
+        self.checkpoints.write({**self.trainer.state(), "names": self.names}, self.trainer.step)
 
     def _checkpoint_is_due(self) -> bool:
         """After every epoch, but seldom enough to cost little, and after many minutes within an epoch."""

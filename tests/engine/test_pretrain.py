@@ -18,6 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import co2
 from co2.checkpoint import checkpoints, read_checkpoint, write_checkpoint
 from co2.cli import main
+from co2.data.fingerprint import fingerprint_of_names
+from co2.data.open import open_data
 from co2.engine import mechanisms
 from co2.engine.pretrain import check_names, check_sizes, memory_advice, pretrain
 
@@ -265,6 +267,14 @@ def test_resuming_with_as_many_other_images_is_refused(tiny, tmp_path):
     (data / "z").rmdir()
     moved = data.rename(tmp_path / "moved")
     pretrain(tiny(epochs=1, resume=True), data=moved, out=run)
+
+
+def test_every_checkpoint_of_a_run_says_which_images_it_is_of(tiny, tmp_path):
+    experiment = tiny(epochs=2)
+    run = pretrain(experiment, out=tmp_path / "run")
+    states = [read_checkpoint(path) for path in checkpoints(run)]
+    assert len(states) == 2
+    assert {state["names"] for state in states} == {fingerprint_of_names(open_data(experiment.data).train)}
 
 
 def test_a_checkpoint_from_before_names_were_noted_is_accepted(tiny, tmp_path):
