@@ -88,6 +88,9 @@ class MonitoringSpecification:
     """At most this many labelled images are looked up by the kNN classifier."""
     query_images: int = 10_000
     """At most this many labelled images are classified by it."""
+    view_size: int | None = None
+    """Side of the images that the kNN classifier sees, in pixels, if not that of the views. Random crops show things
+    larger than they are in whole images, so that a network may do best on images larger than its views."""
     checkpoint_minutes: float = 15.0
     """Longest time between two checkpoints; one is also written after every epoch that is not shorter than
     checkpoint_seconds."""
@@ -100,5 +103,7 @@ class MonitoringSpecification:
         for name in ("log_every", "evaluate_every", "health_images", "bank_images", "query_images"):
             if getattr(self, name) < 1:
                 raise UserError(f"monitoring.{name} must be at least 1; got {getattr(self, name)}.")
+        if self.view_size is not None and self.view_size < 4:
+            raise UserError(f"monitoring.view_size must be at least 4; got {self.view_size}.")
         if self.keep_every < 0:
             raise UserError(f"monitoring.keep_every must be 0 or more; got {self.keep_every}.")
