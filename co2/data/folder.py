@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from co2.errors import UserError
 
 _EXTENSIONS = tuple(extension.encode() for extension in EXTENSIONS)
 EXTENSIONS_IN_WORDS = ", ".join(EXTENSIONS)
+_ENOUGH_TO_TELL = 1 << 16  # characters of a file, whether it is text
 
 
 class PackedPaths:
@@ -137,13 +139,12 @@ def _around(folder: bytes) -> set[tuple[int, int]]:
     return found
 
 
-def folder_source(folder: str, name: str | None = None, classes: Sequence[str] | None = None) -> FileSource:
+def folder_source(folder: str, classes: Sequence[str] = ()) -> FileSource:
     """All images below a folder.
 
     The sub-folders at the first level are the classes if there are at least two of them with images in them and no
-    image lies beside them; otherwise there are no labels. `classes` gives the numbering, where one is already known.
+    image lies beside them; otherwise there are no labels. `classes` gives the numbering, as far as it is known.
     """
-    name = name or folder
     paths, others = find_images(folder)
     if not paths:
         raise UserError(_no_images(folder, others))
@@ -151,14 +152,15 @@ def folder_source(folder: str, name: str | None = None, classes: Sequence[str] |
     owners = [path.partition(separator)[0] if separator in path else b"" for path in paths]
     names = sorted(set(owners))
     if len(names) < 2 or b"" in names:
-        unlabelled = FileSource(name, folder, paths)
+        unlabelled = FileSource(folder, folder, paths)
         unlabelled.only_folder = printable(names[0]) if len(names) == 1 else ""
         return unlabelled
-    own = [printable(owner) for owner in names]
-    known = tuple(own) if classes is None else (*classes, *(new for new in own if new not in set(classes)))
+    # Some systems write accents in one character and others in two: the same name to people, so the same class.
+    own = [unicodedata.normalize("NFC", printable(owner)) for owner in names]
+    known = tuple(dict.fromkeys((*classes, *own)))
     number = {owner: known.index(label) for owner, label in zip(names, own, strict=True)}
     labels = np.array([number[owner] for owner in owners], dtype=np.int64)  # [N]
-    return FileSource(name, folder, paths, labels, known)
+    return FileSource(folder, folder, paths, labels, known)
 
 
 def list_source(path: str) -> FileSource:
@@ -168,9 +170,10 @@ def list_source(path: str) -> FileSource:
     """
     try:
         with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
-            text = file.read()
+            text = file.read(_ENOUGH_TO_TELL)
+            text += "" if "\0" in text else file.read()  # an archive may be larger than memory
     except OSError as error:
-        raise UserError(f"The list '{path}' cannot be read: {error.strerror}.") from None
+        raise UserError(f"The list '{path}' cannot be read: {error.strerror}. Make it readable.") from None
     if "\0" in text:
         raise UserError(
             f"'{path}' is neither a folder nor a text file that lists images. "
@@ -221,5 +224,7 @@ def _no_images(folder: str, others: Counter[str]) -> str:
         return f"The folder '{folder}' is empty. Put images into it ({EXTENSIONS_IN_WORDS}), or name another folder."
     kinds = ", ".join(f"{extension or 'no extension'} ({count})" for extension, count in others.most_common(5))
     message = f"There are no image files in '{folder}'. It holds files with {kinds}; read are {EXTENSIONS_IN_WORDS}."
-    archives = {".tar", ".gz", ".tgz", ".zip", ".bz2", ".xz", ".7z", ".rar"} & set(others)
+    if ".tar" in others:
+        return message + f" If the tar files are shards, name them: '{folder}/*.tar', or the folder they are in."
+    archives = {".gz", ".tgz", ".zip", ".bz2", ".xz", ".7z", ".rar"} & set(others)
     return message + (" Unpack the archive first." if archives else " Convert them, or name another folder.")

@@ -91,14 +91,13 @@ def open_splits(specification: str) -> dict[str, ImageSource]:
     splits: dict[str, ImageSource] = {"train": data.train}
     if data.bank is not None and data.bank is not data.train:
         splits["bank"] = data.bank
-    if not isinstance(data.train, FileSource) or data.train.root != os.fsencode(os.path.join(path, "train")):
+    folders = _split_folders(path) if os.path.isdir(path) else {}
+    if not isinstance(data.train, FileSource) or data.train.root != os.fsencode(folders.pop("train", "")):
         return splits if data.test is None else {**splits, "test": data.test}
     classes = data.train.classes
-    for name in HELD_OUT:
-        folder = os.path.join(path, name)
-        if os.path.isdir(folder) and find_images(folder)[0]:
-            splits[name] = folder_source(folder, classes=classes or None)
-            classes = splits[name].classes or classes
+    for name, folder in folders.items():
+        splits[name] = folder_source(folder, classes=classes)
+        classes = splits[name].classes or classes
     return splits
 
 
@@ -148,15 +147,17 @@ def _shapes(specification: str, numbers: list[str]) -> DataSplits:
     words = (
         f"shapes: {count:,} rendered pictures of {size} pixels, {len(train.classes)} classes; {len(test):,} held out"
     )
-    if os.path.exists(specification):
-        words += f" (for the folder of that name, write ./{specification})"
-    return DataSplits(train, train, test, words)
+    return DataSplits(train, train, test, words + _namesake(specification))
 
 
 def _digits() -> DataSplits:
     train, test = digits_splits()
     words = f"scikit-learn's digits: {len(train):,} images of 32 pixels, {len(train.classes)} classes"
-    return DataSplits(train, train, test, f"{words}; {len(test):,} held out")
+    return DataSplits(train, train, test, f"{words}; {len(test):,} held out{_namesake('digits')}")
+
+
+def _namesake(specification: str) -> str:
+    return f" (for the folder of that name, write ./{specification})" if os.path.exists(specification) else ""
 
 
 def _listed(path: str) -> DataSplits:
@@ -168,19 +169,21 @@ def _listed(path: str) -> DataSplits:
 
 
 def _folder(path: str) -> DataSplits:
-    inside = sorted(name for name in _names(path) if os.path.isdir(os.path.join(path, name)) and name[0] != ".")
-    held_out = [name for name in HELD_OUT if name in inside]
-    if "train" not in inside or not held_out:
+    folders = _split_folders(path)
+    if len(folders) < 2:
         source = folder_source(path)
+        if source.only_folder.lower() == "train":  # whose sub-folders are the classes, then
+            source = folder_source(os.path.join(path, source.only_folder))
         _check_readable(source)
         return DataSplits(source, _if_labelled(source), None, f"{path}: {_count(source)}")
 
-    train = folder_source(os.path.join(path, "train"))
+    train = folder_source(folders["train"])
     _check_readable(train)
-    for name in held_out:
-        test = folder_source(os.path.join(path, name), classes=train.classes if train.classes else None)
+    for split in list(folders)[1:]:
+        test = folder_source(folders[split], classes=train.classes)
         if test.labels is not None:
             break
+    name = os.path.basename(folders[split])
     words = f"{path}: {_count(train)} in train"
     if test.labels is None:
         words += f"; {name} has no class folders and is left out"
@@ -188,11 +191,26 @@ def _folder(path: str) -> DataSplits:
         _check_readable(test)
         words += f", {_count(test)} in {name}" if train.labels is None else f"; {len(test):,} held out in {name}"
         if train.labels is not None:
-            train.classes = test.classes  # which may know classes that no image of train has
-    unused = [other for other in inside if other not in ("train", name)]
+            if new := test.classes[len(train.classes) :]:
+                words += f", with {len(new):,} class{'es' if len(new) > 1 else ''} that train has not: {new[0]}"
+            train.classes = test.classes
+    unused = [other for other in _folders_in(path) if other not in (os.path.basename(folders["train"]), name)]
     if unused:
         words += f" (not used: {', '.join(unused)})"
     return DataSplits(train, _if_labelled(train), _if_labelled(test), words)
+
+
+def _split_folders(path: str) -> dict[str, str]:
+    """The folders of the splits, by what these are called here, if one is train. Of the others those with images."""
+    inside = {name.lower(): os.path.join(path, name) for name in _folders_in(path)}  # 'train' comes after 'Train'
+    if "train" not in inside:
+        return {}
+    held_out = [name for name in HELD_OUT if name in inside and find_images(inside[name])[0]]
+    return {name: inside[name] for name in ("train", *held_out)}
+
+
+def _folders_in(path: str) -> list[str]:
+    return sorted(name for name in _names(path) if os.path.isdir(os.path.join(path, name)) and name[0] != ".")
 
 
 def _if_labelled(source: FileSource) -> FileSource | None:

@@ -35,8 +35,9 @@ _MOST_STEPS = 2_000_000  # of a pickle; the largest, CIFAR-100's train, has some
 
 def find_layout(path: str) -> str | None:
     """The folder in torchvision's layout that `path` is or contains, if there is one."""
-    if os.path.basename(os.path.abspath(path)) in _FOLDERS:
-        return path
+    for name in (path, os.path.realpath(path)):  # a link to one may be called anything
+        if os.path.basename(os.path.abspath(name)) in _FOLDERS:
+            return name
     inside = [name for name in _FOLDERS if os.path.isdir(os.path.join(path, name))]
     if len(inside) > 1:
         choices = " or ".join(f"'{os.path.join(path, name)}'" for name in inside)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -201,3 +202,16 @@ def test_an_empty_list_and_one_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "pictures.tar").write_bytes(b"PK\0\0\1\2\3")
     with pytest.raises(UserError, match="unpack an archive first"):
         list_source(str(tmp_path / "pictures.tar"))
+
+
+def test_a_large_archive_in_place_of_a_list_is_not_read_to_its_end(tmp_path: Path) -> None:
+    with open(tmp_path / "pictures.zip", "wb") as file:
+        file.write(b"PK\3\4\0\0")
+        file.truncate(64 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match="unpack an archive first"):
+            list_source(str(tmp_path / "pictures.zip"))
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()

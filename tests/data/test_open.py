@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from co2.data.open import open_data, validation_of
+from co2.data.open import open_data, open_splits, validation_of
 from co2.data.source import ImageSource
 from co2.errors import UserError
 
@@ -39,11 +40,14 @@ def test_shapes_misspelt(specification: str) -> None:
         open_data(specification)
 
 
-def test_a_folder_called_shapes_is_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path, "shapes/a.png")
+@pytest.mark.parametrize("name", ["shapes", "digits"])
+def test_a_folder_called_like_a_built_in_set_is_pointed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    put(tmp_path, f"{name}/a.png")
     monkeypatch.chdir(tmp_path)
-    assert "write ./shapes" in open_data("shapes").description
-    assert len(open_data("./shapes").train) == 1
+    assert f"write ./{name}" in open_data(name).description
+    assert len(open_data(f"./{name}").train) == 1
 
 
 def test_digits() -> None:
@@ -108,6 +112,47 @@ def test_splits_number_their_classes_alike(tmp_path: Path) -> None:
     assert data.train.labels is not None
     assert data.train.classes == data.test.classes == ("bee", "cat", "ant")
     assert (data.train.labels.tolist(), data.test.labels.tolist()) == ([0, 1], [2, 1])
+    assert data.description.endswith("2 held out in val, with 1 class that train has not: ant")
+
+
+def test_a_class_is_the_same_in_both_splits_however_its_accents_are_written(tmp_path: Path) -> None:
+    composed, decomposed = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+    put(tmp_path, f"train/{composed}/1.png", "train/dog/2.png", f"val/{decomposed}/3.png", "val/dog/4.png")
+    data = open_data(str(tmp_path))
+    assert data.test is not None
+    assert data.test.labels is not None
+    assert data.test.classes == (composed, "dog")
+    assert data.test.labels.tolist() == [0, 1]
+
+
+def test_splits_may_be_written_in_capitals(tmp_path: Path) -> None:
+    put(tmp_path, "Train/cat/1.png", "Train/dog/2.png", "VAL/cat/3.png", "VAL/dog/4.png")
+    data = open_data(str(tmp_path))
+    assert data.test is not None
+    assert data.train.classes == data.test.classes == ("cat", "dog")
+    assert data.description == f"{tmp_path}: 2 images, 2 classes in train; 2 held out in VAL"
+    assert {name: len(source) for name, source in open_splits(str(tmp_path)).items()} == {"train": 2, "val": 2}
+
+
+def test_splits_without_images_are_passed_over(tmp_path: Path) -> None:
+    put(tmp_path, "train/cat/1.png", "train/dog/2.png")
+    for empty in ("val/cat", "val/dog", "test"):
+        (tmp_path / empty).mkdir(parents=True)
+    alone = open_data(str(tmp_path))
+    assert (alone.train.classes, alone.test) == (("cat", "dog"), None)
+    assert list(open_splits(str(tmp_path))) == ["train"]
+    put(tmp_path, "test/cat/3.png", "test/dog/4.png")
+    data = open_data(str(tmp_path))
+    assert data.test is not None
+    assert data.description.endswith("2 held out in test (not used: val)")
+    assert list(open_splits(str(tmp_path))) == ["train", "test"]
+
+
+def test_a_folder_of_nothing_but_train_has_its_classes(tmp_path: Path) -> None:
+    put(tmp_path, "train/cat/1.png", "train/dog/2.png")
+    data = open_data(str(tmp_path))
+    assert data.bank is data.train
+    assert data.train.classes == ("cat", "dog")
 
 
 def test_splits_of_which_one_is_not_labelled(tmp_path: Path) -> None:
@@ -148,6 +193,10 @@ def test_a_folder_of_other_things(tmp_path: Path) -> None:
         open_data(str(tmp_path))
     (tmp_path / "all.tar.gz").write_text("x")
     with pytest.raises(UserError, match=r"\.gz \(1\).*Unpack the archive first"):
+        open_data(str(tmp_path))
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "train-000000.tar").write_text("x")
+    with pytest.raises(UserError, match=r"If the tar files are shards, name them"):
         open_data(str(tmp_path))
 
 

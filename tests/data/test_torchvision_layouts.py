@@ -215,6 +215,11 @@ def test_a_pickle_that_asks_for_too_much_memory(tmp_path: Path, name: str, strea
     assert "MemoryError" not in said
 
 
+def test_a_link_of_another_name(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(make_cifar10(tmp_path))
+    check_cifar10(open_data(str(tmp_path / "link")))
+
+
 def test_two_data_sets_in_one_folder(tmp_path: Path) -> None:
     make_cifar10(tmp_path)
     (tmp_path / "stl10_binary").mkdir()
