@@ -142,3 +142,10 @@ def failures(folder: Path) -> dict[str, str]:
         except (ValueError, KeyError, TypeError):
             found[path.name.removesuffix(FAILED)] = "its note is damaged"
     return found
+
+
+def duration(seconds: float) -> str:
+    """In words: 74 seconds, 12 minutes, 1.6 hours."""
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

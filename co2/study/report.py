@@ -11,11 +11,12 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from co2.errors import UserError
-from co2.study.grids import STUDIES
+from co2.study.grids import STUDIES, label_of
 from co2.study.plan import CELLS, PLAN, RUNS, Cell, Plan, read_plan, seeds_found
-from co2.study.records import CellRecord, failures, mismatches, missing_protocols, read_record, record_path
+from co2.study.records import CellRecord, duration, failures, mismatches, missing_protocols, read_record, record_path
 from co2.study.tables import Results, csv_text, markdown_text
 
 _MARK = "<!-- Written by `co2 study report`. "
@@ -97,9 +98,10 @@ def write_page(folders: Sequence[Path], out: Path) -> Path:
         "command that makes it and the records it is made of.",
         _text_of(notes),
     ]
-    for folder in folders:
-        plan, results = report_folder(folder)
-        parts += [_heading(plan, folder, out.parent), _text_of(folder / "notes.md")]
+    reports = [report_folder(folder) for folder in folders]
+    titles = _titles(folders, [plan for plan, _ in reports])
+    for folder, title, (plan, results) in zip(folders, titles, reports, strict=True):
+        parts += [f"## {title}", _about_the_base(plan, folder, out.parent), _text_of(folder / "notes.md")]
         parts += [section for one in results for section in _section(plan, one, folder, out.parent)]
     out.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
     return out
@@ -110,29 +112,40 @@ def _refuse_foreign(out: Path) -> None:
         raise UserError(f"{out} was not written by `co2 study report` and is left alone. Choose another --out.")
 
 
-def _heading(plan: Plan, folder: Path, page: Path) -> str:
+def _titles(folders: Sequence[Path], plans: Sequence[Plan]) -> list[str]:
+    """What the part of each folder is called: as little as tells it from the others. Links lead to these."""
+    ways = [
+        [_title(plan) for plan in plans],
+        [_title(plan, label_of(plan.base)) for plan in plans],
+        [_title(plan, os.fspath(folder)) for plan, folder in zip(plans, folders, strict=True)],
+    ]
+    return [next((way[i] for way in ways if way.count(way[i]) == 1), ways[-1][i]) for i in range(len(plans))]
+
+
+def _title(plan: Plan, told_by: str = "") -> str:
+    name = os.path.basename(os.path.normpath(plan.base.data))
+    judged = f"judged on {100 * plan.validate:g}% of the training images" if plan.validate is not None else ""
+    return ", ".join(part for part in (name, f"{plan.base.epochs} epochs", told_by, judged) if part)
+
+
+def _about_the_base(plan: Plan, folder: Path, page: Path) -> str:
     base = plan.base
-    name = os.path.basename(os.path.normpath(base.data))
-    held_out = f", judged on {plan.validate:.0%} of the training images" if plan.validate is not None else ""
     return (
-        f"## {name}, {base.epochs} epochs{held_out}\n\n"
-        f"Base: `{base.recipe}` with {base.encoder.backbone}, views of {base.views.size} pixels, batch "
-        f"{base.batch_size}, {base.negatives.size:,} negatives, {base.encoder.groups} groups of batch statistics, "
-        f"{base.optimisation.schedule} schedule; all of it in [{PLAN}]({_relative(folder / PLAN, page)})."
+        f"Base: the recipe `{base.recipe}` as {label_of(base)}, with {base.encoder.backbone}, views of "
+        f"{base.views.size} pixels, batch {base.batch_size}, {base.negatives.size:,} negatives, {base.encoder.groups} "
+        f"groups of batch statistics, {base.optimisation.schedule} schedule; all of it in "
+        f"[{PLAN}]({_relative(folder / PLAN, page)})."
     )
 
 
 def _section(plan: Plan, results: Results, folder: Path, page: Path) -> list[str]:
     study = results.study
     found = [record for by_seed in results.records.values() for record in by_seed.values()]
-    devices = sorted({str(record.content["made_with"]["device"]) for record in found})
-    minutes = sum(float(record.content["seconds"]["wall"]) for record in found) / 60
     parts = [
         f"### {study}: {STUDIES[study].summary if study in STUDIES else ''}".rstrip(": "),
         f"```\n{plan.grids[study].command}\n```",
         f"Records: {len(found)} in [{folder / CELLS}]({_relative(folder / CELLS, page)}), the numbers in "
-        f"[{study}.csv]({_relative(folder / f'{study}.csv', page)}). "
-        + (f"{minutes:.0f} minutes of cells in all, on {' and '.join(devices)}." if found else "None yet."),
+        f"[{study}.csv]({_relative(folder / f'{study}.csv', page)}). " + _time_taken(found),
         markdown_text(results).strip(),
     ]
     figure = folder / f"{study}.svg"
@@ -142,8 +155,21 @@ def _section(plan: Plan, results: Results, folder: Path, page: Path) -> list[str
     return parts
 
 
+def _time_taken(records: Sequence[CellRecord]) -> str:
+    if not records:
+        return "None yet."
+    devices = sorted({str(record.content["made_with"]["device"]) for record in records})
+    seconds = [float(record.content["seconds"]["wall"]) for record in records]
+    # When each of them ran is not in the records.
+    together = f" ({duration(sum(seconds))} in all, where cells that ran at once count one by one)"
+    return (
+        f"A cell took {duration(sum(seconds) / len(seconds))} on average by its own clock"
+        f"{together if len(records) > 1 else ''}, on {' and '.join(devices)}."
+    )
+
+
 def _relative(path: Path, page: Path) -> str:
-    return os.path.relpath(path, page).replace(os.sep, "/")
+    return quote(os.path.relpath(path, page).replace(os.sep, "/"))
 
 
 def _text_of(path: Path) -> str:

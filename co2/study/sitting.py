@@ -30,7 +30,7 @@ from co2.machine import choose_workers, find_device, stop_requests
 from co2.study.cell import Job
 from co2.study.grids import TRANSFER, cost_of
 from co2.study.plan import CELLS, FAILED, Cell, Plan
-from co2.study.records import mismatches, missing_protocols, read_record, record_path, write_failure
+from co2.study.records import duration, mismatches, missing_protocols, read_record, record_path, write_failure
 from co2.study.sharing import shared_gpu
 
 COMMAND = (sys.executable, "-m", "co2.cli", "study", "cell")
@@ -328,7 +328,7 @@ class _Sitting:
             if code == 0:
                 self.outcome.done.append(name)
                 note.unlink(missing_ok=True)
-                print(f"{name} done in {_duration(seconds)}: {self._numbers(one.cell)}.{self._time_left()}", flush=True)
+                print(f"{name} done in {duration(seconds)}: {self._numbers(one.cell)}.{self._time_left()}", flush=True)
             elif code in _STOPPED or (one.told_to_stop and code == -signal.SIGKILL):
                 self.outcome.left.append(name)
                 share = self._share(one)
@@ -367,7 +367,7 @@ class _Sitting:
         if not done or not left:
             return ""
         at_once = min(self.circumstances.jobs, len(self.waiting) + len(self.running))
-        return f" About {_duration(spent / done * left / at_once)} left."
+        return f" About {duration(spent / done * left / at_once)} left."
 
     def _status(self) -> str:
         stands = ", ".join(
@@ -432,9 +432,3 @@ def _error_in(log: Path, begins: int) -> str:
     with open(log, "rb") as file:
         file.seek(begins)
         return file.read().decode("utf-8", errors="replace").strip()[-_ERROR_LENGTH:]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} seconds"
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

@@ -295,6 +295,48 @@ def test_the_page_has_everything_and_keeps_what_people_wrote(planned, write_cell
     assert (folder / "notes.md").read_text() == "What the data are.\n"
 
 
+def test_parts_of_a_page_are_called_by_what_tells_them_apart(planned, tmp_path):
+    own = {"epochs": 3, "base": "demo-co2", "set": ()}
+    folders = {
+        name: planned("vary", folder=tmp_path / name, vary=("encoder.groups=[2]",), **{**own, **changes})[0]
+        for name, changes in {
+            "two": {"epochs": 2},
+            "co2": {},
+            "moco": {"set": ("objective.alpha=0",)},
+            "validated": {"validate": True},
+            "wider": {"validate": True, "set": ("views.size=20",)},
+        }.items()
+    }
+    text = write_page(list(folders.values()), tmp_path / "page.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## shapes:40:16, 2 epochs",
+        "## shapes:40:16, 3 epochs, MoCo + CO2 (α=0.3, τ=0.1)",
+        "## shapes:40:16, 3 epochs, MoCo",
+        f"## shapes:40:16, 3 epochs, {folders['validated']}, judged on 10% of the training images",
+        f"## shapes:40:16, 3 epochs, {folders['wider']}, judged on 10% of the training images",
+    ]
+    assert "Base: the recipe `demo-co2` as MoCo, with" in text
+
+
+def test_a_page_says_whose_minutes_it_counts(planned, write_cell, tmp_path):
+    folder, plan = planned("curves")
+    write_cell(folder, plan, "curves", "moco", 0, {"knn.top1": 1.0, "linear.top1": 2.0})
+    time = {"wall": 1740.0, "steps": 1.0, "sittings": 1}
+    co2 = plan.grids["curves"].variants[1].name
+    page = write_page([folder], tmp_path / "page.md")
+    assert "A cell took 60 seconds on average by its own clock, on cpu." in page.read_text()
+    write_cell(folder, plan, "curves", co2, 0, {"knn.top1": 1.0, "linear.top1": 2.0}, seconds=time)
+    assert "A cell took 15 minutes on average by its own clock (30 minutes in all, where cells that ran at once" in (
+        write_page([folder], page).read_text()
+    )
+
+
+def test_links_of_a_page_lead_to_folders_with_any_name(planned, tmp_path):
+    folder, _ = planned("claim", folder=tmp_path / "a (b) #1")
+    text = write_page([folder], tmp_path / "page.md").read_text()
+    assert "](a%20%28b%29%20%231/study.json)" in text
+
+
 def test_a_page_that_someone_else_wrote_is_left_alone(planned, tmp_path):
     folder, _ = planned("claim")
     page = tmp_path / "RESULTS.md"
