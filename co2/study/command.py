@@ -110,6 +110,16 @@ class ReportRequest:
 
 def run(words: list[str]) -> int:
     """Carry out what comes after `co2 study`."""
+    try:
+        return _carry_out(words)
+    except OSError as error:  # folders without access and full disks, wherever a study reads or writes
+        what = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+        raise UserError(
+            f"{what}. Make room there, and make it readable and writable; or choose another --out or --runs."
+        ) from error
+
+
+def _carry_out(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0
@@ -262,14 +272,12 @@ def _study(names: list[str], request: Request) -> int:
     if request.plan:
         return _show_plan(plan, cells, circumstances)
     if request.report_only:
-        _make_folder(out)
         write_plan(out, plan)
         return _write_up(out, plan, names)
     commands = {cell.name: plan.grids[name].command for name in reversed(names) for cell in plan.cells(name)}
     todo, done = outstanding(cells, plan, circumstances)  # what is refused is refused before anything is written
     if done:
         print(f"{len(done)} of {len(cells)} cells are done already.", flush=True)
-    _make_folder(out)
     write_plan(out, plan)
     keep_runs_out_of_git(out, runs)
     outcome = sit(todo, len(done), plan, circumstances, commands)
@@ -280,13 +288,6 @@ def _study(names: list[str], request: Request) -> int:
         print(f"Failed: {', '.join(outcome.failed)}. The same command tries them again.")
         return 1
     return 0
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"The folder {out} cannot be made: {error.strerror}. Choose another --out.") from None
 
 
 def make_plan(names: Sequence[str], request: Request) -> Plan:

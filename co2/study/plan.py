@@ -91,7 +91,7 @@ def seeds_found(folder: Path, variants: Sequence[Variant]) -> set[int]:
 
 
 def write_plan(folder: Path, plan: Plan) -> None:
-    """study.json: the plan as data."""
+    """study.json: the plan as data, in a folder that is made if need be."""
     plain = {
         "base": plain_settings(plan.base),
         "validate": plan.validate,
@@ -101,6 +101,7 @@ def write_plan(folder: Path, plan: Plan) -> None:
     from co2.checkpoint import write_atomically  # imports torch
 
     text = json.dumps(plain, indent=1) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / PLAN, lambda file: file.write(text.encode()))
 
 

@@ -68,12 +68,24 @@ def read_record(path: Path) -> CellRecord | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         experiment = Experiment.from_json(json.dumps(content["settings"]))
-        content["evaluations"], content["curves"]["train"], content["data"]["train"]
+        _check(content)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"{path} is damaged, or not the record of a cell. Delete it to compute it again.") from error
     return CellRecord(path, experiment, content)
+
+
+def _check(content: Mapping[str, Any]) -> None:
+    """Raises one of several errors unless what tables, figures and pages take from a record is there."""
+    numbers = [content["seconds"]["wall"], content["data"]["test"]]
+    for evaluation in content["evaluations"].values():
+        numbers += evaluation["numbers"].values()
+    for curves in (content["curves"]["train"], content["curves"]["epoch"]):
+        numbers += [value for column in curves.values() for value in column]
+    if not all(number is None or math.isfinite(number) for number in numbers):
+        raise ValueError("not a number")
+    content["made_with"]["device"], [dict(evaluation["settings"]) for evaluation in content["evaluations"].values()]
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ it is what stops any run: SIGTERM, a checkpoint, and the next sitting goes on fr
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -135,7 +136,10 @@ def data_of(plan: Plan) -> str:
 def _count_images(data: str) -> dict[str, Any]:
     splits = open_data(data)
     if splits.bank is None:
-        raise UserError(f"A study needs labels to judge by, and there are none in {splits.description}.")
+        raise UserError(
+            f"A study needs labels to judge by, and there are none in {splits.description}. Give data with a "
+            "sub-folder for each class, for instance."
+        )
     return {
         "train": len(splits.train),
         "bank": len(splits.bank),
@@ -223,13 +227,10 @@ class _Sitting:
         self.end = circumstances.began + limit
         self.stop_at = self.end - min(_TO_STOP, 0.2 * limit)  # short limits are for trying things out
         self.start_until = self.stop_at - min(_TO_START, 0.2 * limit)
-        try:
-            circumstances.runs.mkdir(parents=True, exist_ok=True)
-            (circumstances.out / CELLS).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"{error.filename} cannot be made: {error.strerror}. Choose other --runs or --out."
-            ) from None
+        for folder in (circumstances.runs, circumstances.out / CELLS):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):  # better known now than when a cell is done
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(folder))
 
     def work(self) -> None:
         """Start, watch and stop processes until nothing is left to do."""

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from PIL import Image
 
 from co2.checkpoint import checkpoints
 from co2.cli import main
@@ -22,7 +23,7 @@ from co2.study import cell as cells
 from co2.study import sitting
 from co2.study.cell import Job, work_on
 from co2.study.plan import all_cells, read_plan
-from co2.study.records import record_path
+from co2.study.records import duration, record_path
 from co2.study.report import report_study
 from co2.study.sitting import Circumstances, data_of, outstanding
 
@@ -310,15 +311,27 @@ def test_a_signal_to_the_study_stops_its_cells(sit_with, tmp_path):
         (["claim"], ["--device", "cuda"], "--device cpu"),
         (["claim"], ["--set", "batch_size=64"], "--set batch_size="),
         (["transfer"], ["--voc", "nowhere"], "nowhere"),
-        (["claim"], ["--runs", "FILE"], "Choose other --runs"),
+        (["claim"], ["--runs", "FILE"], "file: File exists. Make room there"),
+        (["claim"], ["--out", "FILE/results"], "Not a directory. Make room there"),
+        (["claim"], ["--data", "UNLABELLED"], "Give data with a sub-folder for each class"),
     ],
 )
 def test_mistakes_that_all_cells_share(words_tiny, tmp_path, capsys, names, wrong, message):
     (tmp_path / "file").touch()
-    wrong = [word.replace("FILE", str(tmp_path / "file")) for word in wrong]
+    (tmp_path / "unlabelled").mkdir()
+    Image.new("RGB", (16, 16)).save(tmp_path / "unlabelled" / "one.png")
+    places = {"FILE": str(tmp_path / "file"), "UNLABELLED": str(tmp_path / "unlabelled")}
+    for name, place in places.items():
+        wrong = [word.replace(name, place) for word in wrong]
     assert main(["study", *names, *words_tiny, "--seeds", "0", "--out", str(tmp_path / "results"), *wrong]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("results/cells/*"))
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_computed(sit_with, monkeypatch):
+    monkeypatch.setattr(sitting.os, "access", lambda path, mode: path.name != "cells")
+    with pytest.raises(PermissionError, match="cells"):  # which the command line tells in a sentence
+        sit_with(["do"])
 
 
 def test_looking_for_the_device_does_not_decide_for_the_cells(planned, monkeypatch):
@@ -506,7 +519,7 @@ def test_time_left_follows_from_what_is_done(planned, monkeypatch):
     assert {cell.name for cell in work.waiting if "symmetric" in cell.name}
     work.cost_done, work.seconds_spent = 2.0, 60.0
     assert work._time_left() == " About 8 minutes left."
-    assert sitting._duration(7200) == "2.0 hours"
+    assert duration(7200) == "2.0 hours"
 
 
 @pytest.mark.parametrize(

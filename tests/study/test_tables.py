@@ -10,11 +10,12 @@ import pytest
 from PIL import Image
 from scipy import stats
 
+from co2.cli import main
 from co2.errors import UserError
 from co2.study import figures
 from co2.study.curves import band
 from co2.study.published import PUBLISHED, published_for
-from co2.study.records import columns, read_record
+from co2.study.records import columns, read_record, write_record
 from co2.study.report import gather, report_study, write_page
 from co2.study.tables import LINEAR, compare, csv_text, markdown_text, rows_of, spread
 
@@ -122,6 +123,37 @@ def test_records_dropped_in_from_elsewhere_are_picked_up_and_others_left_out(pla
     assert "epochs: 9 in the record, 2 asked for" in results.missing["moco-s1"]
     assert results.missing[f"{co2}-s1"] == "not computed yet"
     assert f"{co2}-s2" not in results.missing  # nobody planned it
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content.pop("seconds"),
+        lambda content: content.pop("made_with"),
+        lambda content: content.pop("evaluations"),
+        lambda content: content["data"].pop("test"),
+        lambda content: content["evaluations"]["knn"].pop("settings"),
+        lambda content: content["evaluations"]["knn"].update(numbers={"top1": "much"}),
+        lambda content: content["curves"].update(train=[1, 2]),
+        lambda content: content["curves"].update(train={"epoch": ["a"], "instance": ["b"]}),
+        lambda content: content["curves"].update(epoch=3),
+    ],
+)
+def test_a_record_with_a_part_missing_or_wrong_is_left_out_and_named(planned, write_cell, read_json, damage):
+    folder, plan = planned("curves")
+    write_cell(folder, plan, "curves", "moco", 0, {"linear.top1": 1.0, "knn.top1": 1.0})
+    path = folder / "cells" / "moco-s0.json"
+    content = read_json(path)
+    damage(content)
+    write_record(path, content)
+    assert "moco-s0.json is damaged" in gather(folder, plan, "curves").missing["moco-s0"]
+
+
+def test_what_cannot_be_written_is_told_in_a_sentence(planned, capsys):
+    folder, _ = planned("claim")
+    (folder / "claim.md").mkdir()
+    assert main(["study", "report", str(folder)]) == 2
+    assert f"{folder / 'claim.md'}: Is a directory. Make room there" in capsys.readouterr().err
 
 
 def test_a_cell_that_lacks_an_evaluation_counts_for_what_it_has(planned, write_cell):
