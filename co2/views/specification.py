@@ -43,8 +43,11 @@ class Augmentation:
     """Each channel is divided by this at the end."""
 
     def __post_init__(self) -> None:
-        if self.size < 4:
-            raise UserError(f"A view of {self.size} pixels is too small: give views.size at least 4.")
+        if not 4 <= self.size <= 4096:
+            raise UserError(f"A view of {self.size} pixels is too small or too large: give views.size from 4 to 4096.")
+        for name in ("crop_scale", "crop_ratio", "jitter", "blur_sigma", "mean", "std"):
+            if not all(map(math.isfinite, getattr(self, name))):
+                raise UserError(f"views.{name} must be finite numbers; got {getattr(self, name)}.")
         for name in ("crop_scale", "crop_ratio"):
             low, high = getattr(self, name)
             if not 0 < low <= high:

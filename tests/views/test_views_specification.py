@@ -1,6 +1,7 @@
 """The augmentations are the published ones."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -41,6 +42,7 @@ def test_blur_looks_no_further_than_the_view():
     "wrong",
     [
         {"size": 2},
+        {"size": 100_000},
         {"crop_scale": (0.5, 0.2)},
         {"crop_scale": (0.0, 1.0)},
         {"crop_scale": (0.2, 1.5)},
@@ -50,6 +52,10 @@ def test_blur_looks_no_further_than_the_view():
         {"blur_sigma": (2.0, 0.1)},
         {"flip_probability": 1.1},
         {"std": (0.2, 0.0, 0.2)},
+        {"std": (0.2, math.nan, 0.2)},
+        {"mean": (0.5, 0.5, math.inf)},
+        {"jitter": (math.nan, 0.4, 0.4, 0.1)},
+        {"blur_sigma": (0.1, math.inf)},
     ],
 )
 def test_nonsense_is_refused_by_name(wrong):
