@@ -299,9 +299,9 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor], strict: bool 
 def read_backbone(run: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The weights of a saved backbone, and what the file says about itself."""
     path = Path(run)
-    if path.is_dir():
+    if os.path.isdir(path):  # pathlib's own raises where it may not look
         path = path / BACKBONE
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(
             f"There is no backbone at {path}. Give a run folder that `co2 pretrain` has finished, or the path of a "
             f"{BACKBONE}."
@@ -310,7 +310,7 @@ def read_backbone(run: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(path, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
             description = dict(file.metadata() or {})
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is not a readable safetensors file: {error}.") from error
     if not _describes_a_backbone(description):
         raise UserError(f"{path} does not say which backbone it holds: it was not written by `co2 pretrain`.")

@@ -1,3 +1,4 @@
+import errno
 import os
 import pickle
 import stat
@@ -240,11 +241,18 @@ def test_load_backbone_of_a_model_that_asks_for_the_version_of_its_weights(tmp_p
     assert co2.load_backbone(tmp_path, classes=3)(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
 
 
-def test_load_backbone_explains_what_is_missing(tmp_path):
+def test_load_backbone_explains_what_is_missing(tmp_path, monkeypatch):
     with pytest.raises(co2.UserError, match="no backbone at"):
         load_backbone(tmp_path)
     (tmp_path / "backbone.safetensors").write_bytes(b"nonsense")
     with pytest.raises(co2.UserError, match="not a readable safetensors file"):
+        load_backbone(tmp_path)
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("co2.checkpoint.safe_open", refuse)
+    with pytest.raises(co2.UserError, match=r"not a readable safetensors file: .*Permission denied"):
         load_backbone(tmp_path)
 
 
