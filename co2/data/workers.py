@@ -6,6 +6,7 @@ import atexit
 import copy
 import multiprocessing
 import signal
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -167,6 +168,9 @@ def _checked(loader: DataLoader[Any]) -> Iterator[Any]:
             "shared memory (/dev/shm) is too small: try fewer --workers, or 0."
         ) from error
 
+
+# More of them than cores is what the user asked for, and torch would say so at length, in its own words.
+warnings.filterwarnings("ignore", message="This DataLoader will create", module=r"torch\.utils\.data")
 
 # When a worker dies, torch raises an error in the main thread, wherever that is just then: in the middle of a step,
 # say. Without its signal handler the death is noticed where the next result is waited for, a few seconds later.

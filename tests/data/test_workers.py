@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -131,3 +132,17 @@ def test_the_workers_of_a_killed_process_clear_up(tmp_path):
     while list(tmp_path.glob("pymp-*")) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not list(tmp_path.glob("pymp-*"))
+
+
+MORE_THAN_CORES = """
+import os
+os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+from co2.data.workers import results_of
+print(*results_of(abs, [-1, -2], workers=2))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be taken away here")
+def test_more_processes_than_cores_are_the_users_choice():
+    done = subprocess.run([sys.executable, "-c", MORE_THAN_CORES], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("1 2\n", "")
