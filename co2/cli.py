@@ -25,7 +25,7 @@ from co2.machine import read_launch
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = [_from_home(word) for word in (sys.argv[1:] if arguments is None else arguments)]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text that can be printed
     with lasting_output():
@@ -38,6 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("co2: interrupted.", file=sys.stderr)
             return 130
+
+
+def _from_home(word: str) -> str:
+    """Shells know what ~ is in `--out ~/runs`, but not in `--out=~/runs`."""
+    option, equals, value = word.partition("=")
+    return f"{option}={os.path.expanduser(value)}" if equals and option.startswith("--") else word
 
 
 def _speaks() -> bool:
@@ -267,19 +273,22 @@ def _data(words: list[str]) -> int:
     if words[0] not in kinds:
         hint = did_you_mean(words[0], kinds)
         raise UserError(f"There is no command 'data {words[0]}'.{hint} Use shapes, shard, pack or verify.")
-    return kinds[words[0]](words[1:])
+    try:
+        return kinds[words[0]](words[1:])
+    except KeyboardInterrupt:
+        if words[0] not in ("shard", "pack"):
+            raise
+        print("co2: interrupted. Run the same command again: it goes on where it stood.", file=sys.stderr)
+        return 130
 
 
 def _data_shapes(words: list[str]) -> int:
     settings = tyro.cli(ShapesSettings, args=words, prog="co2 data shapes")
 
-    from rich.progress import Progress
-
     from co2.data.shapes import write_shapes
 
-    with Progress(transient=True) as bar:
-        task = bar.add_task("Writing", total=settings.count)
-        write_shapes(**dataclasses.asdict(settings), progress=lambda done, total: bar.update(task, completed=done))
+    with _image_bar("Writing") as progress:
+        write_shapes(**dataclasses.asdict(settings), progress=progress)
     print(f"Wrote {settings.count:,} pictures of shapes to {settings.destination}.")
     return 0
 
@@ -287,16 +296,10 @@ def _data_shapes(words: list[str]) -> int:
 def _data_shard(words: list[str]) -> int:
     settings = tyro.cli(ShardSettings, args=words, prog="co2 data shard")
 
-    from rich.progress import Progress
-
     from co2.data.shard_writer import write_shards
 
-    with Progress(transient=True) as bar:
-        task = bar.add_task("Writing", total=None)
-        written = write_shards(
-            **dataclasses.asdict(settings),
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with _image_bar("Writing") as progress:
+        written = write_shards(**dataclasses.asdict(settings), progress=progress)
     for name, reason in written.left_out:
         print(f"Left out: {name} ({reason}).", file=sys.stderr)
     print(f"{written.images:,} images are in {written.shards:,} shards in {settings.destination}.")
@@ -310,12 +313,8 @@ def _data_pack(words: list[str]) -> int:
     from co2.data.pack_writer import write_pack
     from co2.data.packed import BAD_IMAGES
 
-    try:
-        with _image_bar("Packing") as progress:
-            packed = write_pack(**dataclasses.asdict(settings), progress=progress)
-    except KeyboardInterrupt:
-        print("co2: interrupted. Run the same command again: it goes on where it stood.", file=sys.stderr)
-        return 130
+    with _image_bar("Packing") as progress:
+        packed = write_pack(**dataclasses.asdict(settings), progress=progress)
     if packed.left_out:
         listed = os.path.join(settings.destination, BAD_IMAGES)
         print(f"Left out: {packed.left_out:,} that cannot be read, named with the reasons in {listed}", file=sys.stderr)
@@ -340,11 +339,12 @@ def _data_verify(words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _image_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar over images with the time that is left. What was done before the first call does not count as
-    speed."""
+    """A progress bar over images with the time that is left, on terminals. What was done before the first call does not
+    count as speed."""
     from rich.progress import MofNCompleteColumn, Progress
 
-    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), transient=True) as bar:
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task(doing, total=None)
 
         def show(done: int, total: int) -> None:

@@ -103,6 +103,7 @@ def test_an_occupied_out_folder_is_refused(tmp_path):
 def test_data_shapes_writes_trees_that_torchvision_reads(tmp_path, layout):
     result = run("data", "shapes", tmp_path / "out", "--layout", layout, "--count", 30, "--size", 48)
     assert result.returncode == 0, result.stderr
+    assert result.stdout == f"Wrote 30 pictures of shapes to {tmp_path / 'out'}.\n"
     if layout == "folder":
         parts = [torchvision.datasets.ImageFolder(tmp_path / "out" / split) for split in ("train", "val")]
         assert sum(map(len, parts)) == 30
@@ -111,6 +112,16 @@ def test_data_shapes_writes_trees_that_torchvision_reads(tmp_path, layout):
         images = torchvision.datasets.VOCDetection(root, year="2012", image_set="trainval", download=False)
         assert len(images) == 30
     assert "not empty" in refused("data", "shapes", tmp_path / "out", "--layout", layout)
+
+
+def test_the_home_folder_after_an_equals_sign(tmp_path):
+    work, home = tmp_path / "work", tmp_path / "home"
+    work.mkdir()
+    words = ["pretrain", "demo-moco", "--data", "shapes:40:16", "--out=~/run", *SMALL]
+    result = run(*words, cwd=work, env={**os.environ, "HOME": str(home)})
+    assert result.returncode == 0, result.stderr
+    assert (home / "run" / "backbone.safetensors").is_file()
+    assert not list(work.iterdir())
 
 
 def test_report_makes_a_page_of_any_runs(tmp_path):

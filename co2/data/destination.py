@@ -1,16 +1,32 @@
-"""The folder that packs or shards are written to: whose it is, and what was begun in it."""
+"""The folder that images are written to: whose it is, and what was begun in it."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
 
-from co2.data.source import printable
+from co2.data.source import in_words, printable
 from co2.errors import UserError
 
 _LOCK = ".lock"
+
+
+def names_in(folder: str) -> set[str]:
+    """Make the folder, if it is not there, so that it can be written to; what lies in it and is not hidden."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return {name for name in os.listdir(folder) if not name.startswith(".")}
+    except FileExistsError:
+        raise UserError(f"'{printable(folder)}' is a file. Name a new folder.") from None
+    except OSError as error:
+        raise UserError(
+            f"'{printable(folder)}' cannot be written to: {in_words(error)}. Name another folder."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -21,11 +37,7 @@ def claimed(folder: str, foreign: Callable[[set[str]], set[str]]) -> Iterator[No
         folder: what is to be written to.
         foreign: told the names in it that are not hidden; returns those that no earlier attempt has put there.
     """
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except FileExistsError:
-        raise UserError(f"'{printable(folder)}' is a file. Name a new folder.") from None
-    strangers = foreign({name for name in os.listdir(folder) if not name.startswith(".")})
+    strangers = foreign(names_in(folder))
     if strangers:
         raise UserError(
             f"'{printable(folder)}' holds something else ('{printable(min(strangers))}'), and nothing in it is "

@@ -87,7 +87,7 @@ def write_pack(
         raise UserError(f"--shorter-side must be at least 1; got {shorter_side}.")
     if not 1 <= quality <= 100:
         raise UserError(f"--quality must be from 1 to 100; got {quality}.")
-    source, destination = os.fspath(source), os.fspath(destination)
+    source, destination = os.fspath(source).rstrip("/") or "/", os.fspath(destination)
     splits = open_splits(source)
     made_of = {
         "source": source,

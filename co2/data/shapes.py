@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from PIL import Image, ImageFilter
 
+from co2.data.destination import names_in
 from co2.data.drawing import CLASSES, Picture, Split, render
-from co2.data.source import ImageSource
-from co2.errors import UserError, did_you_mean
+from co2.data.source import ImageSource, in_words, printable
+from co2.errors import RunError, UserError, did_you_mean
 
 Layout = Literal["folder", "voc"]
 LAYOUTS: tuple[Layout, ...] = ("folder", "voc")
-SMALLEST_SIZE = 8
+SMALLEST_SIZE, LARGEST_SIZE = 8, 4096  # in fewer pixels they cannot be told apart
+MOST_PICTURES = 100_000_000
 SMALLEST_WRITTEN = 20  # so that each class is both in train and in val
 Progress = Callable[[int, int], None]
 """Called with how many pictures are done, and of how many."""
@@ -62,10 +64,10 @@ class ShapesSource(ImageSource):
 
 
 def check_request(count: int, size: int) -> None:
-    if count < 1:
-        raise UserError(f"The number of shapes pictures must be at least 1; got {count}.")
-    if size < SMALLEST_SIZE:
-        raise UserError(f"Shapes cannot be told apart in {size} pixels: give a size of at least {SMALLEST_SIZE}.")
+    if not 1 <= count <= MOST_PICTURES:
+        raise UserError(f"The number of shapes pictures must be from 1 to {MOST_PICTURES:,}; got {count:,}.")
+    if not SMALLEST_SIZE <= size <= LARGEST_SIZE:
+        raise UserError(f"The size of shapes pictures must be from {SMALLEST_SIZE} to {LARGEST_SIZE:,}; got {size:,}.")
 
 
 def write_shapes(
@@ -93,27 +95,22 @@ def write_shapes(
     if count < SMALLEST_WRITTEN:
         raise UserError(f"Write at least {SMALLEST_WRITTEN} pictures, so that train and val both have each class.")
     destination = os.fspath(destination)
-    _claim(destination)
+    if names_in(destination):
+        raise UserError(
+            f"'{printable(destination)}' is not empty, and nothing in it is overwritten. Empty it or name a new folder."
+        )
     held_out = max(count // 5, len(CLASSES))
     parts: list[tuple[str, Split, int]] = [("train", "train", count - held_out), ("val", "test", held_out)]
     write = _write_folder if layout == "folder" else _write_voc
-    for done, _ in enumerate(write(destination, parts, size, seed), start=1):
-        if progress is not None:
-            progress(done, count)
-
-
-def _claim(destination: str) -> None:
     try:
-        os.makedirs(destination, exist_ok=True)
-        taken = bool(os.listdir(destination))
-    except FileExistsError:
-        raise UserError(f"'{destination}' is a file. Name a new folder.") from None
+        for done, _ in enumerate(write(destination, parts, size, seed), start=1):
+            if progress is not None:
+                progress(done, count)
     except OSError as error:
-        raise UserError(f"'{destination}' cannot be written to: {error.strerror}. Name another folder.") from None
-    if taken:
-        raise UserError(
-            f"'{destination}' is not empty, and nothing in it is overwritten. Empty it or name a new folder."
-        )
+        raise RunError(
+            f"The pictures in '{printable(destination)}' cannot be written any further: {in_words(error)}. Make room, "
+            "empty the folder and run the command again, or name another one."
+        ) from None
 
 
 def _write_folder(destination: str, parts: list[tuple[str, Split, int]], size: int, seed: int) -> Iterator[None]:

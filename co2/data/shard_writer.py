@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import os
 import re
 import tarfile
@@ -18,11 +19,10 @@ from co2.data.fingerprint import fingerprint
 from co2.data.open import open_splits
 from co2.data.packed import read_json
 from co2.data.shard_storage import index_of
-from co2.data.shards import CLASSES_FILE
+from co2.data.shards import CLASSES_FILE, MANIFEST
 from co2.data.source import HELD_OUT, BadImage, ImageSource, in_words, printable
-from co2.errors import UserError
+from co2.errors import RunError, UserError
 
-MANIFEST = "shards.json"
 SIZE_MIB = 512
 Progress = Callable[[int, int], None]
 """Called with how many images are done, and of how many."""
@@ -65,9 +65,9 @@ def write_shards(
         count: how many images a shard holds instead, if given.
         progress: told after each image how far things are.
     """
-    if not size_mib > 0 or (count is not None and count < 1):
+    if not 0 < size_mib < math.inf or (count is not None and count < 1):
         raise UserError("A shard needs room for an image: give a --size-mib above 0, or a --count of at least 1.")
-    source, destination = os.fspath(source), os.fspath(destination)
+    source, destination = os.fspath(source).rstrip("/") or "/", os.fspath(destination)
     splits = open_splits(source)
     splits.pop("bank", None)  # shards are of what is trained on, and of what is held out
     manifest = {
@@ -77,13 +77,16 @@ def write_shards(
         "names": fingerprint(splits.values()),
         "size_mib": size_mib if count is None else None,
         "count": count,
+        "finished": False,
     }
     try:
         with claimed(destination, _foreign):
             _begin(destination, manifest, splits)
-            return _write(destination, splits, _Limit(int(size_mib * 2**20), count), progress)
+            written = _write(destination, splits, _Limit(int(size_mib * 2**20), count), progress)
+            _write_json(os.path.join(destination, MANIFEST), {**manifest, "finished": True})
+            return written
     except OSError as error:
-        raise UserError(
+        raise RunError(
             f"The shards in '{printable(destination)}' cannot be written any further: {in_words(error)}. Those that "
             "are there are whole: make room or name another folder, and run the command again to go on."
         ) from None
@@ -220,7 +223,8 @@ def _begin(folder: str, manifest: dict[str, Any], splits: dict[str, ImageSource]
     if os.path.exists(path):
         begun = read_json(path)
         if isinstance(begun, dict):
-            begun = {"names": manifest["names"], **begun}  # earlier versions did not write them down
+            # Earlier versions did not write down the names.
+            begun = {"names": manifest["names"], **begun, "finished": manifest["finished"]}
         if begun != manifest:
             raise UserError(
                 f"The shards in '{printable(folder)}' were begun from another source, from other images or with other "

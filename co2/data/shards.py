@@ -24,11 +24,13 @@ import torch
 
 from co2.data.decode import EXTENSIONS, MOST_BYTES, TOO_LARGE, decode_image
 from co2.data.folder import PackedPaths
+from co2.data.packed import read_json
 from co2.data.shard_storage import index_of, is_remote, read_beginning, read_range, remote_folder, remote_glob
 from co2.data.source import HELD_OUT, BadImage, ImageSource, printable
 from co2.errors import UserError
 
 CLASSES_FILE = "classes.json"
+MANIFEST = "shards.json"  # what `co2 data shard` has made the shards of, and whether all are there
 _MOST_SHARDS = 1_000_000
 _MOST_CLASSES_BYTES = 64 * 2**20
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -254,6 +256,12 @@ def _shards_in_folder(folder: str) -> list[str] | None:
             seen = sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
     except OSError:
         return None  # said where the folder is read for its images
+    manifest = read_json(os.path.join(folder, MANIFEST)) if (MANIFEST, False) in seen else None
+    if isinstance(manifest, dict) and manifest.get("finished") is False:
+        raise UserError(
+            f"The shards in '{printable(folder)}' are unfinished. Run the `co2 data shard` that began them again: it "
+            "goes on where it stood."
+        )
     tars = [os.path.join(folder, name) for name, is_folder in seen if name.lower().endswith(".tar") and not is_folder]
     others = any(is_folder or name.lower().endswith(EXTENSIONS) for name, is_folder in seen)
     return tars if tars and not others else None

@@ -503,6 +503,8 @@ def test_what_lies_in_the_destination_is_never_touched(tmp_path: Path) -> None:
         write_pack(tmp_path / "in", tmp_path / "in", workers=0)
     with pytest.raises(UserError, match="is a file"):
         write_pack(tmp_path / "in", tmp_path / "with thesis.txt" / "thesis.txt", workers=0)
+    with pytest.raises(UserError, match=r"cannot be written to: Not a directory\. Name another folder"):
+        write_pack(tmp_path / "in", tmp_path / "with thesis.txt" / "thesis.txt" / "below", workers=0)
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -510,7 +512,7 @@ def test_other_settings_do_not_mix(tmp_path: Path, finished: bool, monkeypatch: 
     pictures(tmp_path / "in", 4)
 
     def attempt(source: str = "in", **settings: int) -> None:
-        write_pack(tmp_path / source, tmp_path / "out", workers=0, **settings)
+        write_pack(f"{tmp_path}/{source}", tmp_path / "out", workers=0, **settings)
 
     if finished:
         attempt()
@@ -521,6 +523,8 @@ def test_other_settings_do_not_mix(tmp_path: Path, finished: bool, monkeypatch: 
                 attempt()
         assert (tmp_path / "out" / UNFINISHED).is_file()
     before = contents(tmp_path / "out")
+    if finished:
+        attempt("in/")  # as shells complete a name
     with pytest.raises(UserError, match="another --quality"):
         attempt(quality=91)
     with pytest.raises(UserError, match="another --shorter-side"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from pathlib import Path
@@ -14,7 +15,7 @@ from torchvision.datasets import ImageFolder, VOCDetection, VOCSegmentation
 from co2.data.drawing import CLASSES, render
 from co2.data.open import open_data
 from co2.data.shapes import ShapesSource, write_shapes
-from co2.errors import UserError
+from co2.errors import RunError, UserError
 
 
 def test_images_are_the_rendered_ones_each_time() -> None:
@@ -44,9 +45,9 @@ def test_a_worker_is_not_sent_the_rendered_pictures() -> None:
     assert torch.equal(pickle.loads(sent).image(49), images[49])
 
 
-@pytest.mark.parametrize(("count", "size"), [(0, 32), (10, 7)])
+@pytest.mark.parametrize(("count", "size"), [(0, 32), (10**14, 32), (10, 7), (10, 10**10)])
 def test_requests_that_make_no_sense(count: int, size: int) -> None:
-    with pytest.raises(UserError, match="at least"):
+    with pytest.raises(UserError, match=r"must be from [18] to"):
         ShapesSource(count, size)
 
 
@@ -126,6 +127,21 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         write_shapes(tmp_path / "mine.txt", count=20)
     with pytest.raises(UserError, match="cannot be written to"):
         write_shapes(tmp_path / "mine.txt" / "below", count=20)
+
+
+def test_hidden_files_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / ".DS_Store").touch()
+    write_shapes(tmp_path, count=20, size=8)
+    assert sorted(os.listdir(tmp_path)) == [".DS_Store", "train", "val"]
+
+
+def test_a_full_disk_is_told_plainly(tmp_path: Path) -> None:
+    def full(done: int, total: int) -> None:
+        if done == 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(RunError, match=r"cannot be written any further: No space left on device\. Make room"):
+        write_shapes(tmp_path / "new", count=20, size=8, progress=full)
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from PIL import Image
 
 from co2.checkpoint import load_backbone
 from co2.cli import main
-from co2.data import shard_storage
+from co2.data import shard_storage, shard_writer
 from co2.data.open import open_data
 from co2.data.shard_writer import write_shards
 from co2.data.shards import ShardSource
@@ -33,7 +33,7 @@ from co2.data.source import BadImage
 from co2.data.tar_index import DamagedTar, build_index, index_from_bytes, index_to_bytes, tar_members
 from co2.engine.pretrain import Stopped, pretrain
 from co2.engine.trainer import Trainer
-from co2.errors import UserError
+from co2.errors import RunError, UserError
 from co2.views.loader import ViewLoader
 from co2.views.specification import Augmentation
 
@@ -648,6 +648,17 @@ def test_an_interrupted_writer_goes_on_where_it_was(tmp_path: Path, settings: di
     assert write_shards(tmp_path / "in", tmp_path / "out", **settings).shards == again.shards  # nothing left to do
 
 
+def test_shards_that_are_not_all_there_are_not_trained_on(tmp_path: Path) -> None:
+    pictures(tmp_path / "in", 10)
+    with pytest.raises(KeyboardInterrupt):
+        write_shards(tmp_path / "in", tmp_path / "out", count=3, progress=stop_at(7))
+    with pytest.raises(UserError, match=r"are unfinished\. Run the `co2 data shard` that began them again"):
+        open_data(str(tmp_path / "out"))
+    assert len(open_data(f"{tmp_path}/out/*.tar").train) == 6  # who names them wants these
+    write_shards(f"{tmp_path}/in/", tmp_path / "out", count=3)  # shells complete a name with a slash
+    assert len(open_data(str(tmp_path / "out")).train) == 10
+
+
 def stop_at(image: int) -> Callable[[int, int], None]:
     def progress(done: int, total: int) -> None:
         if done == image:
@@ -675,9 +686,9 @@ def test_shards_that_an_earlier_version_began_are_gone_on_with(tmp_path: Path) -
     with pytest.raises(KeyboardInterrupt):
         write_shards(source, tmp_path / "out", count=3, progress=stop_at(4))
     begun = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({name: value for name, value in begun.items() if name != "names"}))
+    manifest.write_text(json.dumps({name: value for name, value in begun.items() if name not in ("names", "finished")}))
     assert write_shards(source, tmp_path / "out", count=3).images == 9
-    assert json.loads(manifest.read_text()) == begun
+    assert json.loads(manifest.read_text()) == {**begun, "finished": True}
 
 
 @pytest.mark.parametrize("make", [make_pipe, make_endless])
@@ -757,16 +768,31 @@ def test_a_full_disk_keeps_what_is_whole(tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(UserError, match=r"No space left on device.*run the command again"):
+        with pytest.raises(RunError, match=r"No space left on device.*run the command again"):
             write_shards(tmp_path / "in", tmp_path / "out", count=3)
     assert sorted(path.name for path in (tmp_path / "out").glob("train*")) == ["train-000000.tar", "train-000001.tar"]
     assert write_shards(tmp_path / "in", tmp_path / "out", count=3).images == 10
 
 
-@pytest.mark.parametrize("settings", [{"count": 0}, {"size_mib": 0}, {"size_mib": float("nan")}])
+@pytest.mark.parametrize(
+    "settings", [{"count": 0}, {"size_mib": 0}, {"size_mib": float("nan")}, {"size_mib": float("inf")}]
+)
 def test_a_shard_needs_room(tmp_path: Path, settings: dict) -> None:
     with pytest.raises(UserError, match="room for an image"):
         write_shards("digits", tmp_path / "out", **settings)
+
+
+def test_an_interrupted_command_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures(tmp_path / "in", 3)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shard_writer, "_add", interrupt)
+    assert main(["data", "shard", str(tmp_path / "in"), str(tmp_path / "out")]) == 130
+    assert capsys.readouterr() == ("", "co2: interrupted. Run the same command again: it goes on where it stood.\n")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
