@@ -103,8 +103,12 @@ def choose_workers(asked: int, local_processes: int = 1) -> int:
     """Processes that prepare images; on the machine's own advice, one core is left for each training loop."""
     if asked >= 0:
         return asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(16, max(0, cores // local_processes - 1))
+    return min(16, max(0, cores() // local_processes - 1))
+
+
+def cores() -> int:
+    """CPU cores that this process may use, which on a shared machine need not be all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

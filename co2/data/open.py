@@ -14,7 +14,7 @@ from co2.data.folder import FileSource, find_images, folder_source, list_source
 from co2.data.packed import PackedSource, is_pack, open_pack, open_pack_splits
 from co2.data.shapes import ShapesSource
 from co2.data.shards import ShardSource, find_shards, open_shard_splits, open_shards
-from co2.data.source import HELD_OUT, BadImage, ImageSource
+from co2.data.source import HELD_OUT, BadImage, ImageSource, in_numbers
 from co2.data.torchvision_layouts import find_layout, open_layout
 from co2.errors import UserError, did_you_mean
 
@@ -165,7 +165,7 @@ def _listed(path: str) -> DataSplits:
         raise UserError(f"'{path}' is a single image. Give the folder that holds it, or a text file that lists images.")
     source = list_source(path)
     _check_readable(source)
-    return DataSplits(source, _if_labelled(source), None, f"{path}: a list of {_count(source)}")
+    return DataSplits(source, _if_labelled(source), None, f"{path}: a list of {in_numbers(source)}")
 
 
 def _folder(path: str) -> DataSplits:
@@ -175,7 +175,7 @@ def _folder(path: str) -> DataSplits:
         if source.only_folder.lower() == "train":  # whose sub-folders are the classes, then
             source = folder_source(os.path.join(path, source.only_folder))
         _check_readable(source)
-        return DataSplits(source, _if_labelled(source), None, f"{path}: {_count(source)}")
+        return DataSplits(source, _if_labelled(source), None, f"{path}: {in_numbers(source)}")
 
     train = folder_source(folders["train"])
     _check_readable(train)
@@ -184,12 +184,12 @@ def _folder(path: str) -> DataSplits:
         if test.labels is not None:
             break
     name = os.path.basename(folders[split])
-    words = f"{path}: {_count(train)} in train"
+    words = f"{path}: {in_numbers(train)} in train"
     if test.labels is None:
         words += f"; {name} has no class folders and is left out"
     else:
         _check_readable(test)
-        words += f", {_count(test)} in {name}" if train.labels is None else f"; {len(test):,} held out in {name}"
+        words += f", {in_numbers(test)} in {name}" if train.labels is None else f"; {len(test):,} held out in {name}"
         if train.labels is not None:
             if new := test.classes[len(train.classes) :]:
                 words += f", with {len(new):,} class{'es' if len(new) > 1 else ''} that train has not: {new[0]}"
@@ -215,11 +215,6 @@ def _folders_in(path: str) -> list[str]:
 
 def _if_labelled(source: FileSource) -> FileSource | None:
     return None if source.labels is None else source
-
-
-def _count(source: ImageSource) -> str:
-    kinds = f"{len(source.classes):,} classes" if source.labels is not None else "no labels"
-    return f"{len(source):,} image{'s' if len(source) != 1 else ''}, {kinds}"
 
 
 def _check_readable(source: ImageSource) -> None:

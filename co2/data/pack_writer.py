@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import time
 import zlib
@@ -22,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from co2.data.decode import decode_image
-from co2.data.destination import claimed
+from co2.data.destination import WRITING, claimed, write_json
 from co2.data.fingerprint import fingerprint, name_bytes
 from co2.data.open import open_splits
 from co2.data.packed import (
@@ -33,19 +32,18 @@ from co2.data.packed import (
     RECORD,
     UNFINISHED,
     VERSION,
-    Progress,
     SplitChecks,
     open_pack_splits,
     read_json,
     read_manifest,
 )
 from co2.data.plain_jpeg import plain_frame
-from co2.data.source import BadImage, ImageSource, in_words, printable
+from co2.data.source import BadImage, ImageSource, Progress, in_words, printable
 from co2.data.workers import WorkerLost, in_parts, results_of
 from co2.errors import RunError, UserError
+from co2.machine import cores
 
 SHORTER_SIDE, QUALITY = 256, 90
-_WRITING = ".writing"
 _SECONDS_BETWEEN_COMMITS = 5.0
 _IMAGES_AT_ONCE = 16  # in one message from a worker
 _MOST_BESIDE_PIXELS = 1 << 16  # bytes of thumbnails and notes that may be copied along with an image
@@ -98,7 +96,7 @@ def write_pack(
     }
     recipe = _Recipe(shorter_side, quality)
     if workers < 0:
-        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = cores()
     try:
         with claimed(destination, _foreign):
             if not _is_finished(destination, made_of):
@@ -205,7 +203,7 @@ class _State:
     left_out: int = 0
 
     def write(self, folder: str, made_of: dict[str, Any]) -> None:
-        _write_json(os.path.join(folder, UNFINISHED), {"format": FORMAT, "made_of": made_of, "state": asdict(self)})
+        write_json(os.path.join(folder, UNFINISHED), {"format": FORMAT, "made_of": made_of, "state": asdict(self)})
 
     @staticmethod
     def read(folder: str, made_of: dict[str, Any]) -> _State:
@@ -351,7 +349,7 @@ def _finish(folder: str, splits: dict[str, ImageSource], made_of: dict[str, Any]
         "splits": entries,
         "classes": list(classes),
     }
-    _write_json(os.path.join(folder, MANIFEST), content)
+    write_json(os.path.join(folder, MANIFEST), content)
     os.remove(os.path.join(folder, UNFINISHED))
 
 
@@ -367,7 +365,7 @@ def _checksum(path: str) -> int:
 
 
 def _foreign(present: set[str]) -> set[str]:
-    return set() if present & {MANIFEST, UNFINISHED} else present - {UNFINISHED + _WRITING}
+    return set() if present & {MANIFEST, UNFINISHED} else present - {UNFINISHED + WRITING}
 
 
 def _is_finished(folder: str, made_of: dict[str, Any]) -> bool:
@@ -400,17 +398,3 @@ def _refuse_other_settings(folder: str, content: dict[str, Any], made_of: dict[s
 
 def _listed(words: Sequence[str]) -> str:
     return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words) or "something else"
-
-
-def _write_json(path: str, value: object) -> None:
-    """A file that is there as a whole or not at all, also after the power has failed."""
-    with open(path + _WRITING, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + _WRITING, path)
-    number = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -23,7 +23,6 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -32,7 +31,7 @@ import numpy as np
 import torch
 
 from co2.data.decode import MOST_BYTES, MOST_PIXELS, TOO_LARGE, decode_image
-from co2.data.source import HELD_OUT, BadImage, ImageSource, in_words, printable
+from co2.data.source import HELD_OUT, BadImage, ImageSource, Parts, Progress, in_numbers, in_words, printable
 from co2.data.tar_index import MOST_CLASSES
 from co2.errors import UserError
 
@@ -56,10 +55,6 @@ RECORDS = np.dtype(
 )
 LONGEST_SIDE = 65_500  # of a JPEG, as libjpeg writes them
 
-Parts = tuple[ImageSource, ImageSource | None, ImageSource | None, str]
-"""What is pre-trained on, the labelled bank, the labelled test images, and one line about them."""
-Progress = Callable[[int, int], None]
-"""Called with how many images are done, and of how many."""
 
 _MOST_MANIFEST_BYTES = 256 * 2**20
 _LONGEST_NAME = 1 << 16
@@ -218,9 +213,9 @@ def open_pack(name: str, folder: str) -> Parts:
     held_out = [split for split in HELD_OUT if split in splits]
     used = next((split for split in held_out if splits[split].labels is not None), None)
 
-    words = f"{printable(name)}: {_count(train)}, packed"
+    words = f"{printable(name)}: {in_numbers(train)}, packed"
     if "bank" in splits:
-        words += f"; {_count(bank)} to look things up in"
+        words += f"; {in_numbers(bank)} to look things up in"
     if used is not None:
         words += f"; {len(splits[used]):,} held out in {used}"
     elif held_out:
@@ -322,11 +317,6 @@ def _checked_labels(index: Stamped, names: Stamped, checks: SplitChecks, classes
 
 def _in_order(ends: np.ndarray, last: int) -> bool:
     return bool(ends[0] >= 0 and (ends[1:] >= ends[:-1]).all() and ends[-1] == last)
-
-
-def _count(source: ImageSource) -> str:
-    kinds = f"{len(source.classes):,} classes" if source.labels is not None else "no labels"
-    return f"{len(source):,} image{'s' if len(source) != 1 else ''}, {kinds}"
 
 
 # Checking all of it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 from xml.etree import ElementTree
 
@@ -13,7 +13,7 @@ from PIL import Image, ImageFilter
 
 from co2.data.destination import names_in
 from co2.data.drawing import CLASSES, Picture, Split, render
-from co2.data.source import ImageSource, in_words, printable
+from co2.data.source import ImageSource, Progress, in_words, printable
 from co2.errors import RunError, UserError, did_you_mean
 
 Layout = Literal["folder", "voc"]
@@ -21,8 +21,6 @@ LAYOUTS: tuple[Layout, ...] = ("folder", "voc")
 SMALLEST_SIZE, LARGEST_SIZE = 8, 4096  # in fewer pixels they cannot be told apart
 MOST_PICTURES = 100_000_000
 SMALLEST_WRITTEN = 20  # so that each class is both in train and in val
-Progress = Callable[[int, int], None]
-"""Called with how many pictures are done, and of how many."""
 _CACHE_BYTES = 256 * 2**20
 _VOID = 255  # VOC's mark for pixels on the border of an object, which are not judged
 

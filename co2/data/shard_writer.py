@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import math
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from co2.data.destination import claimed
+from co2.data.destination import WRITING, claimed, write_json
 from co2.data.fingerprint import fingerprint
 from co2.data.open import open_splits
 from co2.data.packed import read_json
 from co2.data.shard_storage import index_of
 from co2.data.shards import CLASSES_FILE, MANIFEST
-from co2.data.source import HELD_OUT, BadImage, ImageSource, in_words, printable
+from co2.data.source import HELD_OUT, BadImage, ImageSource, Progress, in_words, printable
 from co2.errors import RunError, UserError
 
 SIZE_MIB = 512
-Progress = Callable[[int, int], None]
-"""Called with how many images are done, and of how many."""
-_UNFINISHED = ".writing"
 _SHARD = rf"({'|'.join(('train', *HELD_OUT))})-\d{{6}}\.tar"
 _OURS = re.compile(rf"({_SHARD}|{re.escape(MANIFEST)}|{re.escape(CLASSES_FILE)})(\.writing)?")
 _BLOCK = 512
@@ -83,7 +79,7 @@ def write_shards(
         with claimed(destination, _foreign):
             _begin(destination, manifest, splits)
             written = _write(destination, splits, _Limit(int(size_mib * 2**20), count), progress)
-            _write_json(os.path.join(destination, MANIFEST), {**manifest, "finished": True})
+            write_json(os.path.join(destination, MANIFEST), {**manifest, "finished": True})
             return written
     except OSError as error:
         raise RunError(
@@ -197,7 +193,7 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 @contextmanager
 def _appearing_when_whole(path: str) -> Iterator[tarfile.TarFile]:
     """A tar file that has its name only once it is complete and on the disk."""
-    unfinished = path + _UNFINISHED
+    unfinished = path + WRITING
     try:
         with open(unfinished, "wb") as file:
             with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
@@ -213,7 +209,7 @@ def _appearing_when_whole(path: str) -> Iterator[tarfile.TarFile]:
 
 def _foreign(present: set[str]) -> set[str]:
     if MANIFEST not in present:  # which comes before all others
-        return present - {MANIFEST + _UNFINISHED}
+        return present - {MANIFEST + WRITING}
     return {name for name in present if not _OURS.fullmatch(name)}
 
 
@@ -231,15 +227,9 @@ def _begin(folder: str, manifest: dict[str, Any], splits: dict[str, ImageSource]
                 "settings. Run the command that began them, on the data as they were then, or name a new folder."
             )
     for name in os.listdir(folder):
-        if _OURS.fullmatch(name) and name.endswith(_UNFINISHED):
+        if _OURS.fullmatch(name) and name.endswith(WRITING):
             os.remove(os.path.join(folder, name))
-    _write_json(path, manifest)
+    write_json(path, manifest)
     classes = next((images.classes for images in splits.values() if images.classes), None)
     if classes is not None:
-        _write_json(os.path.join(folder, CLASSES_FILE), list(classes))
-
-
-def _write_json(path: str, value: object) -> None:
-    with open(path + _UNFINISHED, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-    os.replace(path + _UNFINISHED, path)
+        write_json(os.path.join(folder, CLASSES_FILE), list(classes))

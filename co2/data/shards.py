@@ -26,7 +26,7 @@ from co2.data.decode import EXTENSIONS, MOST_BYTES, TOO_LARGE, decode_image
 from co2.data.folder import PackedPaths
 from co2.data.packed import read_json
 from co2.data.shard_storage import index_of, is_remote, read_beginning, read_range, remote_folder, remote_glob
-from co2.data.source import HELD_OUT, BadImage, ImageSource, printable
+from co2.data.source import HELD_OUT, BadImage, ImageSource, Parts, printable
 from co2.errors import UserError
 
 CLASSES_FILE = "classes.json"
@@ -35,8 +35,6 @@ _MOST_SHARDS = 1_000_000
 _MOST_CLASSES_BYTES = 64 * 2**20
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _CHOICE = re.compile(r"\{([^{}]*,[^{}]*)\}")
-Parts = tuple[ImageSource, ImageSource | None, ImageSource | None, str]
-"""What is pre-trained on, the labelled bank, the labelled test images, and one line about them."""
 
 
 class ShardSource(ImageSource):

@@ -16,6 +16,8 @@ from co2.errors import RunError
 
 T = TypeVar("T")
 
+Progress = Callable[[int, int], None]
+"""Called with how many images are done, and of how many."""
 BAD_IN_A_ROW = 50
 """So many unreadable images one after the other are no accident."""
 HELD_OUT = ("val", "valid", "validation", "test")
@@ -96,6 +98,16 @@ class ImageSource(ABC):
     def spread(self, most: int) -> ImageSource:
         """At most so many images (0: all), evenly spread, so that every class of a sorted source is there."""
         return self if not most or len(self) <= most else self.subset(evenly(len(self), most))
+
+
+Parts = tuple[ImageSource, ImageSource | None, ImageSource | None, str]
+"""What is pre-trained on, the labelled bank, the labelled test images, and one line about them."""
+
+
+def in_numbers(source: ImageSource) -> str:
+    """How much there is of it: "12 images, 2 classes"."""
+    kinds = f"{len(source.classes):,} classes" if source.labels is not None else "no labels"
+    return f"{len(source):,} image{'s' if len(source) != 1 else ''}, {kinds}"
 
 
 def evenly(count: int, most: int) -> np.ndarray:

@@ -20,15 +20,13 @@ import numpy as np
 import torch
 
 from co2.data.decode import open_regular, read_bytes
-from co2.data.source import ArraySource, BadImage, ImageSource, printable
+from co2.data.source import ArraySource, BadImage, ImageSource, Parts, printable
 from co2.errors import UserError
 
 _CIFAR_SHAPE = (3, 32, 32)
 _STL_SHAPE = (3, 96, 96)
 _STL_BYTES = 3 * 96 * 96
 _FOLDERS = ("cifar-10-batches-py", "cifar-100-python", "stl10_binary")
-Parts = tuple[ImageSource, ImageSource | None, ImageSource | None, str]
-"""What is pre-trained on, the labelled bank, the labelled test images, and one line about them."""
 _AGAIN = "Download and unpack the data set again."
 _MOST_STEPS = 2_000_000  # of a pickle; the largest, CIFAR-100's train, has some 200,000
 

@@ -17,11 +17,11 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from co2.data.decode import decode_image
 from co2.data.plain_jpeg import plain_jpeg_size
-from co2.data.source import BadImage, ImageSource, in_words
+from co2.data.source import BadImage, ImageSource, Progress, in_words
 from co2.errors import UserError
 from co2.views.jpeg_stream import MOST_READERS, JpegViews
 from co2.views.loader import ViewLoader
-from co2.views.resident import DoesNotFit, Progress, ResidentViews, in_bytes
+from co2.views.resident import DoesNotFit, ResidentViews, in_bytes
 from co2.views.specification import Augmentation
 
 Wanted = Literal["auto", "resident", "jpeg", "workers"]

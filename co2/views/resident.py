@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from co2.data.source import BAD_IN_A_ROW, BadImage, ImageSource, too_many_in_a_row
+from co2.data.source import BAD_IN_A_ROW, BadImage, ImageSource, Progress, too_many_in_a_row
 from co2.data.workers import Workers, in_parts
 from co2.philox import Stream, permutation
 from co2.views.loader import Batch, ViewLoader
@@ -23,8 +23,6 @@ from co2.views.parameters import ViewParameters, draw
 from co2.views.specification import Augmentation
 from co2.views.transform import make_view
 
-Progress = Callable[[int, int], None]
-"""Called with how many images are done, and of how many."""
 _READ_AT_ONCE = 32  # images that a worker sends together
 _ROWS_AT_ONCE = 65_536  # views whose parameters are drawn together: drawing takes as long for one as for thousands
 _GROWTH = 1.25  # by how much the memory for pixels grows when an estimate was too low
