@@ -46,7 +46,6 @@ from co2.study.records import as_json, columns, read_record, write_record
 from co2.study.settings import plain_settings
 
 EVALUATIONS = "evaluation"
-_PATIENCE = 60.0  # seconds to wait for an earlier process on the same cell, which is writing its last checkpoint
 
 
 @dataclass(frozen=True)
@@ -263,23 +262,33 @@ def _seconds(run: Path, train: list[dict[str, Any]], experiment: Experiment) -> 
 # Processes.
 
 
+class TakenError(UserError):
+    """Another process is working on the cell: one of another sitting, or one that is writing its last checkpoint."""
+
+    exit_code = os.EX_TEMPFAIL
+
+
 @contextmanager
 def _alone(run: Path) -> Iterator[None]:
-    """Keep other processes from the same cell. One that is just stopping is waited for."""
+    """Keep other processes from the same cell."""
     run.parent.mkdir(parents=True, exist_ok=True)
     with open(run.with_name(f"{run.name}.lock"), "w", encoding="utf-8") as lock:
-        deadline = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when the process ends, in whatever way
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"Another process is working on {run}. Wait for it, or give this study other --runs."
-                    ) from None
-                time.sleep(0.2)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when the process ends, in whatever way
+        except (BlockingIOError, PermissionError):
+            raise TakenError(f"Another process is working on {run}. Wait for it.") from None
+        except OSError:
+            pass  # there are file systems without locks; the run says so
         yield
+
+
+def is_taken(run: Path) -> bool:
+    """Whether another process is working on the cell with this run folder."""
+    try:
+        with _alone(run):
+            return False
+    except TakenError:
+        return True
 
 
 def stop_with_the_study() -> None:

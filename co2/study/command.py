@@ -278,10 +278,10 @@ def _study(names: list[str], request: Request) -> int:
     todo, done = outstanding(cells, plan, circumstances)  # what is refused is refused before anything is written
     if done:
         print(f"{len(done)} of {len(cells)} cells are done already.", flush=True)
-    write_plan(out, plan)
+    write_plan(out, merge_plans(read_plan(out), plan, out, request.redo))  # another sitting may have begun meanwhile
     keep_runs_out_of_git(out, runs)
     outcome = sit(todo, len(done), plan, circumstances, commands)
-    _write_up(out, plan, names)
+    _write_up(out, read_plan(out) or plan, names)
     if outcome.signal_number:
         return 128 + outcome.signal_number
     if outcome.failed:

@@ -137,11 +137,9 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
 
 
-def write_failure(folder: Path, cell: Cell, error: str, exit_code: int) -> Path:
-    """What went wrong in a cell, beside the records; it goes away when the cell succeeds."""
-    path = folder / CELLS / f"{cell.name}{FAILED}"
+def write_failure(path: Path, cell: Cell, error: str, exit_code: int) -> None:
+    """What went wrong in a cell, beside the records; it goes away when the cell is tried again."""
     write_record(path, {"cell": cell.name, "exit_code": exit_code, "error": error})
-    return path
 
 
 def failures(folder: Path) -> dict[str, str]:

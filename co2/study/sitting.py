@@ -1,7 +1,8 @@
 """A sitting at a study: the cells that are not done yet, one after another or several at once, until the time is up.
 
 Each cell is a process of its own (`co2 study cell`), so that one that fails takes nothing with it, and so that stopping
-it is what stops any run: SIGTERM, a checkpoint, and the next sitting goes on from there.
+it is what stops any run: SIGTERM, a checkpoint, and the next sitting goes on from there. Several sittings at the same
+study, one for each GPU say, share out its cells.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from co2.checkpoint import BACKBONE, CONFIG
+from co2.checkpoint import BACKBONE, CONFIG, checkpoints
 from co2.config import Experiment, differences
 from co2.data.open import VALIDATION, open_data, validation_of
 from co2.data.voc import read_detection, read_segmentation
@@ -28,10 +29,18 @@ from co2.engine.pretrain import check_sizes
 from co2.engine.records import METRICS
 from co2.errors import UserError
 from co2.machine import choose_workers, find_device, stop_requests
-from co2.study.cell import Job
+from co2.study.cell import Job, TakenError, is_taken
 from co2.study.grids import TRANSFER, cost_of
 from co2.study.plan import CELLS, FAILED, Cell, Plan
-from co2.study.records import duration, mismatches, missing_protocols, read_record, record_path, write_failure
+from co2.study.records import (
+    CellRecord,
+    duration,
+    mismatches,
+    missing_protocols,
+    read_record,
+    record_path,
+    write_failure,
+)
 from co2.study.sharing import shared_gpu
 
 COMMAND = (sys.executable, "-m", "co2.cli", "study", "cell")
@@ -219,6 +228,7 @@ class _Sitting:
         self.commands = commands
         self.outcome = outcome
         self.running: list[_Process] = []
+        self.elsewhere: set[str] = set()  # what other sittings were seen to work on
         self.shared: Mapping[str, str] = {}  # what processes need to know to share a GPU
         self.cost_done = 0.0  # by processes of this sitting that have ended
         self.seconds_spent = 0.0  # by the same
@@ -237,8 +247,11 @@ class _Sitting:
         with stop_requests() as requested, self._sharing() as self.shared, self._display() as show:
             try:
                 while self.running or (self.waiting and self._may_start(requested)):
-                    while self.waiting and len(self.running) < self.circumstances.jobs and self._may_start(requested):
-                        self._start(self.waiting.pop(0))
+                    while len(self.running) < self.circumstances.jobs and self._may_start(requested):
+                        cell = self._next()
+                        if cell is None:
+                            break
+                        self._start(cell)
                     if requested or time.monotonic() > self.stop_at:
                         self._stop()
                     self._collect()
@@ -260,10 +273,31 @@ class _Sitting:
     def _may_start(self, requested: Sequence[int]) -> bool:
         return not requested and time.monotonic() < self.start_until
 
+    def _next(self) -> Cell | None:
+        """The first cell that waits and that no other sitting is working on, if there is one."""
+        for cell in list(self.waiting):
+            if is_taken(self.circumstances.runs / cell.name):
+                if cell.name not in self.elsewhere:
+                    print(f"{cell.name} is being worked on by another sitting.", flush=True)
+                self.elsewhere.add(cell.name)
+                continue
+            self.waiting.remove(cell)
+            if cell.name in self.elsewhere and not missing_protocols(self._record(cell), cell):
+                print(f"{cell.name} has been done by another sitting.", flush=True)
+                self.already += 1
+                continue
+            return cell
+        return None
+
+    def _record(self, cell: Cell) -> CellRecord | None:
+        return read_record(record_path(self.circumstances.out, cell.name))
+
+    def _note(self, cell: Cell) -> Path:
+        return self.circumstances.out / CELLS / f"{cell.name}{FAILED}"
+
     def _start(self, cell: Cell) -> None:
         circumstances = self.circumstances
-        run, record = circumstances.runs / cell.name, record_path(circumstances.out, cell.name)
-        known = read_record(record)
+        run, known = circumstances.runs / cell.name, self._record(cell)
         # A record of another training is only replaced by one that says as much.
         also = {name: known.evaluations[name]["settings"] for name in known.evaluations} if known is not None else {}
         if known is not None and not (run / BACKBONE).is_file():
@@ -278,7 +312,7 @@ class _Sitting:
             cell=cell.name,
             experiment=experiment.to_json(),
             protocols=_only_settings(also) | dict(cell.protocols),
-            record=str(record),
+            record=str(record_path(circumstances.out, cell.name)),
             data=self.plan.base.data,
             validate=self.plan.validate,
             voc=circumstances.voc,
@@ -286,6 +320,7 @@ class _Sitting:
             command=self.commands[cell.name],
             keep_checkpoints=circumstances.keep_checkpoints,
         )
+        self._note(cell).unlink(missing_ok=True)  # it is tried again
         job_file = run.with_name(f"{run.name}.job.json")
         job.write(job_file)
         log = run.with_name(f"{run.name}.log")
@@ -299,10 +334,11 @@ class _Sitting:
                 env={**_environment(circumstances.jobs), **self.shared},
                 start_new_session=True,  # Ctrl-C is ours to pass on
             )
-        share = _share_done(run, cell)
-        self.running.append(_Process(cell, process, log, begins, share))
-        goes_on = f" goes on at epoch {share * cell.experiment.epochs:.0f}" if share else " begins"
-        print(f"[{self._number_done() + len(self.running)}/{self.cells}] {cell.name}{goes_on}", flush=True)
+        self.running.append(_Process(cell, process, log, begins, _share_kept(run, cell)))
+        goes_on = "goes on from its last checkpoint" if checkpoints(run) else "begins"
+        if (run / BACKBONE).is_file():
+            goes_on = "is pre-trained, and judged next"
+        print(f"[{self._number_done() + len(self.running)}/{self.cells}] {cell.name} {goes_on}", flush=True)
 
     def _number_done(self) -> int:
         return self.already + len(self.outcome.done) + len(self.outcome.failed)
@@ -322,13 +358,14 @@ class _Sitting:
             assert one.process.stdin is not None
             one.process.stdin.close()
             code, name = one.process.returncode, one.cell.name
+            if code == TakenError.exit_code:  # another sitting began it in the same moment
+                self.waiting.append(one.cell)
+                continue
             seconds = time.monotonic() - one.began
             self.seconds_spent += seconds
             self.cost_done += (self._share(one) - one.share_before) * cost_of(one.cell.experiment)
-            note = self.circumstances.out / CELLS / f"{name}{FAILED}"
             if code == 0:
                 self.outcome.done.append(name)
-                note.unlink(missing_ok=True)
                 print(f"{name} done in {duration(seconds)}: {self._numbers(one.cell)}.{self._time_left()}", flush=True)
             elif code in _STOPPED or (one.told_to_stop and code == -signal.SIGKILL):
                 self.outcome.left.append(name)
@@ -343,11 +380,11 @@ class _Sitting:
                 else:
                     said = _error_in(one.log, one.log_begins)
                     error = said or f"The process ended with code {code} and said nothing."
-                write_failure(self.circumstances.out, one.cell, error, code)
+                write_failure(self._note(one.cell), one.cell, error, code)
                 print(f"{name} failed: {error.splitlines()[-1]} All of it is in {one.log}.", flush=True)
 
     def _numbers(self, cell: Cell) -> str:
-        record = read_record(record_path(self.circumstances.out, cell.name))
+        record = self._record(cell)
         assert record is not None
         first = {name: next(iter(found["numbers"].items())) for name, found in record.evaluations.items()}
         return ", ".join(f"{protocol} {name} {value:.2f}" for protocol, (name, value) in first.items())
@@ -362,7 +399,7 @@ class _Sitting:
         spent = self.seconds_spent + sum(time.monotonic() - one.began for one in self.running)
         left = sum((1 - share) * cost_of(one.cell.experiment) for one, share in running)
         left += sum(
-            (1 - _share_done(self.circumstances.runs / cell.name, cell)) * cost_of(cell.experiment)
+            (1 - _share_kept(self.circumstances.runs / cell.name, cell)) * cost_of(cell.experiment)
             for cell in self.waiting
         )
         if not done or not left:
@@ -410,6 +447,11 @@ def _environment(jobs: int) -> dict[str, str]:
     if jobs > 1:  # processes that share cores do more with a few threads each than with many that wait for each other
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
     return environment
+
+
+def _share_kept(run: Path, cell: Cell) -> float:
+    """How much of its training a cell that is not worked on need not do again; after a kill perhaps a little less."""
+    return _share_done(run, cell) if checkpoints(run) or (run / BACKBONE).is_file() else 0.0
 
 
 def _share_done(run: Path, cell: Cell) -> float:

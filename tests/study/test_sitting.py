@@ -184,7 +184,7 @@ def test_a_killed_study_goes_on_where_it_stood(study, tmp_path, read_json):
 
     code, output = finished(study(*words))
     assert code == 0, output
-    assert "moco-s0 goes on at epoch" in output
+    assert "moco-s0 goes on from its last checkpoint" in output
     record = read_json(record_path(folder, "moco-s0"))
     assert record["curves"]["train"]["step"] == list(range(1, 91))
     assert f"Going on from step {step:,} of 90" in (folder / "runs" / "moco-s0.log").read_text()
@@ -206,7 +206,10 @@ if behaviour == "diverge":
 if behaviour == "vanish":
     print("epoch 19/40  L_ins 5.039", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
-if behaviour == "do":
+if behaviour == "taken" and not (run / "tried").exists():
+    (run / "tried").touch()
+    sys.exit(os.EX_TEMPFAIL)
+if behaviour in ("do", "taken"):
     shutil.copy(run.parent / (run.name + ".prepared"), job["record"])
     sys.exit(0)
 if behaviour == "meet":  # the other one, which must be there at the same time
@@ -286,6 +289,61 @@ def test_the_time_limit_stops_cells_in_time_and_begins_no_more(sit_with, capsys)
 def test_several_cells_are_worked_on_at_once(sit_with):
     outcome, _, names = sit_with(["meet", "meet"], jobs=2)
     assert sorted(outcome.done) == sorted(names)
+
+
+OTHER_SITTING = """
+import fcntl, pathlib, shutil, sys
+runs, cell, afterwards = pathlib.Path(sys.argv[1]), *sys.argv[2:]
+with open(runs / f"{cell}.lock", "w") as lock:
+    fcntl.lockf(lock, fcntl.LOCK_EX)
+    print("at work", flush=True)
+    while not (runs / afterwards / "began").exists():
+        pass
+    shutil.copy(runs / f"{cell}.prepared", runs.parent / "cells" / f"{cell}.json")
+"""
+
+
+@pytest.fixture
+def other_sitting(tmp_path):
+    """A process that holds a cell until another one has begun, and then leaves its record."""
+    processes = []
+
+    def begin(cell, afterwards):
+        runs = tmp_path / "results" / "runs"
+        runs.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-c", OTHER_SITTING, str(runs), cell, afterwards]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert processes[0].stdout.readline() == "at work\n"
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_sittings_at_the_same_study_share_out_its_cells(sit_with, other_sitting, capsys):
+    other_sitting(PAIR[0], afterwards=PAIR[1])
+    outcome, folder, names = sit_with(["diverge", "do"])
+    assert names == PAIR
+    assert (outcome.done, outcome.failed, outcome.left) == ([PAIR[1]], [], [])
+    output = capsys.readouterr().out
+    assert f"{PAIR[0]} is being worked on by another sitting." in output
+    assert f"{PAIR[0]} has been done by another sitting." in output
+    assert record_path(folder, PAIR[0]).is_file()
+
+
+def test_a_cell_that_two_sittings_begin_at_once_is_no_failure(sit_with):
+    outcome, folder, names = sit_with(["taken", "do"])
+    assert (sorted(outcome.done), outcome.failed) == (sorted(names), [])
+    assert not list(folder.glob("cells/*.failed.json"))
+
+
+def test_a_killed_run_without_a_checkpoint_begins_again(sit_with, tmp_path, capsys):
+    run = tmp_path / "results" / "runs" / PAIR[0]
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"kind": "train", "epoch": 1.0}\n')
+    sit_with(["do"])
+    assert f"{PAIR[0]} begins" in capsys.readouterr().out
 
 
 def test_a_signal_to_the_study_stops_its_cells(sit_with, tmp_path):
@@ -486,28 +544,13 @@ def test_redo_gives_up_records_and_runs_with_other_settings(planned, write_cell,
     assert "computed again" in capsys.readouterr().out
 
 
-def test_two_processes_do_not_work_on_one_cell(planned, monkeypatch):
+def test_two_processes_do_not_work_on_one_cell(planned, other_sitting):
     folder, plan = planned("curves")
+    other_sitting(PAIR[0], afterwards="never")
     _, path = next(jobs_of(plan, "curves", folder))
-    lock = folder / "runs" / "moco-s0.lock"
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); "
-            "sys.stdin.read()",
-            str(lock),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert holder.stdout.readline() == b"held\n"
-        monkeypatch.setattr(cells, "_PATIENCE", 0.3)
-        with pytest.raises(UserError, match="Another process is working on"):
-            work_on(str(path))
-    finally:
-        holder.communicate()
+    with pytest.raises(cells.TakenError, match="Another process is working on") as caught:
+        work_on(str(path))
+    assert caught.value.exit_code == os.EX_TEMPFAIL  # by which a sitting knows it
 
 
 def test_time_left_follows_from_what_is_done(planned, monkeypatch):
