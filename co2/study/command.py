@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from co2 import recipes
-from co2.errors import UserError
-from co2.evaluation.presets import Preset, protocol_called, settings_of
+from co2.errors import UserError, did_you_mean
+from co2.evaluation.presets import Preset, settings_of
 from co2.study import grids
 from co2.study.grids import STUDIES, Wanted, cost_of, study_called
 from co2.study.plan import RUNS, Cell, Grid, Plan, all_cells, merge_plans, read_plan, write_plan
@@ -195,6 +195,8 @@ def _names(words: Sequence[str]) -> list[str]:
 
 def _list(words: list[str]) -> int:
     request = tyro.cli(ListRequest, args=words, prog="co2 study list")
+    if request.minutes_per_run is not None and not request.minutes_per_run > 0:
+        raise UserError(f"--minutes-per-run must be above 0; got {request.minutes_per_run}.")
     wanted = Wanted(recipes.get(grids.BASE), vary={"encoder.groups": (2, 4, 8)})
     print(
         f"Base {grids.BASE}, {len(grids.SEEDS)} seeds. A run of MoCo or MoCo + CO2 counts 1, one with two losses 2.\n"
@@ -326,10 +328,18 @@ def make_plan(names: Sequence[str], request: Request) -> Plan:
 
 
 def _refuse_idle(names: Sequence[str], request: Request) -> None:
-    """Points of a grid that none of these studies has: who gives some expects them to be computed."""
+    """What none of these studies has: who gives a point of a grid or a setting expects it to be computed."""
     for option, studies in {"alphas": ("alpha", "alpha-tau"), "taus": ("tau", "alpha-tau"), "vary": ("vary",)}.items():
         if getattr(request, option) != getattr(Request(), option) and not set(names) & set(studies):
             raise UserError(f"--{option} is for the study {' or '.join(studies)}. Name it, or leave --{option} out.")
+    judges = list(dict.fromkeys(protocol for name in names for protocol in study_called(name).protocols))
+    for setting in parse_assignments(request.evaluation, "--evaluation"):
+        protocol = setting.partition(".")[0]
+        if protocol not in judges:
+            raise UserError(
+                f"--evaluation {setting} changes nothing here.{did_you_mean(protocol, judges)} Backbones of "
+                f"{' and '.join(names)} are judged by {', '.join(judges)}."
+            )
 
 
 def _values_to_vary(texts: Sequence[str]) -> dict[str, Sequence[Any]]:
@@ -344,8 +354,7 @@ def _values_to_vary(texts: Sequence[str]) -> dict[str, Sequence[Any]]:
 def _protocols(names: Sequence[str], request: Request) -> dict[str, dict[str, Any]]:
     settings = {name: settings_of(name, request.protocol) for name in names}
     for name, value in parse_assignments(request.evaluation, "--evaluation").items():
-        protocol, _, setting = name.replace("semi_supervised", "semi-supervised").partition(".")
-        protocol_called(protocol)
+        protocol, _, setting = name.partition(".")
         if protocol in settings:
             settings[protocol] = changed_settings(settings[protocol], {setting: value}, protocol)
     return {name: dataclasses.asdict(one) for name, one in settings.items()}

@@ -31,6 +31,8 @@ SIBLINGS = {
     "co2-v1": ("co2-simclr", "co2-insdisc"),
     "co2-v2": ("co2-simclr", "co2-insdisc"),
 }
+# What `name_of` says of an experiment.
+_NAMED = ("objective.alpha", "objective.tau_consistency", "objective.label_smoothing", "negatives.symmetric")
 _METHODS = {"queue": ("moco", "MoCo"), "in-batch": ("simclr", "SimCLR"), "memory-bank": ("insdisc", "InsDisc")}
 
 
@@ -241,8 +243,10 @@ def vary(wanted: Wanted) -> list[Variant]:
                 continue  # the base's own value
             shown = flatten(experiment)[setting]
             text = "-".join(f"{part:g}" for part in shown) if isinstance(shown, tuple) else f"{shown}"
-            slug = re.sub(r"[^\w.]+", "-", f"{setting}-{text}")
-            variants.append(Variant(f"{base.name}-{slug}", f"{setting} = {text}", changes, baseline=base.name))
+            name = name_of(experiment)
+            if setting not in _NAMED or name == base.name:
+                name = re.sub(r"[^\w.]+", "-", f"{base.name}-{setting}-{text}")
+            variants.append(Variant(name, f"{setting} = {text}", changes, baseline=base.name))
     return _each_once(variants)
 
 

@@ -16,7 +16,8 @@ _DECIDED |= {"workers": "--workers", "recipe": "--base"}
 
 
 def parse_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
-    """`NAME=VALUE` texts as a dictionary. Values are JSON (0.3, true, [0.08, 1]), `0.08,1` for short, or plain text."""
+    """`NAME=VALUE` texts as a dictionary. Values are JSON (0.3, true, [0.08, 1]), `0.08,1` for short, or plain text;
+    lists of words need no quotation marks, which shells take away: [step,cosine]."""
     found = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -27,14 +28,15 @@ def parse_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    for spelling in (text, f"[{text}]", text.lower()):  # 0.3; 0.08,1; True
-        if spelling.startswith("[") and "," not in text and not text.startswith("["):
-            continue  # a single word
+    for spelling in (text, text.lower()):  # 0.3, [0.08,1]; True
         try:
             return json.loads(spelling)
         except ValueError:
             continue
-    return text
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if (bare == text and "," not in text) or "[" in bare:
+        return text
+    return [_value(part.strip()) for part in bare.split(",")]
 
 
 def changed(experiment: Experiment, changes: Mapping[str, Any]) -> Experiment:
@@ -77,7 +79,9 @@ def changed_settings(settings: Any, changes: Mapping[str, Any], protocol: str) -
     for name, value in changes.items():
         known = settings.__dataclass_fields__
         if name not in known:
-            raise UserError(f"{protocol} has no setting '{name}'.{did_you_mean(name, known)}")
+            raise UserError(
+                f"{protocol} has no setting '{name}'.{did_you_mean(name, known)} It has {', '.join(known)}."
+            )
         default = getattr(settings, name)
         value = tuple(value) if isinstance(value, list) else value
         if isinstance(default, tuple) and not isinstance(value, tuple):

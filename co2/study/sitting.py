@@ -282,7 +282,7 @@ class _Sitting:
                 self.elsewhere.add(cell.name)
                 continue
             self.waiting.remove(cell)
-            if cell.name in self.elsewhere and not missing_protocols(self._record(cell), cell):
+            if not missing_protocols(self._record(cell), cell):
                 print(f"{cell.name} has been done by another sitting.", flush=True)
                 self.already += 1
                 continue

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from co2 import recipes
+from co2.cli import main
 from co2.config import flatten
 from co2.errors import UserError
 from co2.study.command import Request, make_plan
@@ -124,6 +125,24 @@ def test_vary_takes_settings_one_at_a_time_and_skips_the_bases_value():
     assert all("/" not in other.name and " " not in other.name for other in others)
 
 
+def test_vary_shares_its_cells_with_studies_of_the_same_setting():
+    varied = ("objective.alpha=[0,1]", "negatives.symmetric=[true]", "objective.tau_consistency=[0.2]")
+    plan = plan_of("vary", "claim", "alpha", vary=varied)
+    base, *others = (variant.name for variant in plan.grids["vary"].variants)
+    tau = recipes.co2_small().objective.tau_consistency
+    assert others[:3] == ["moco", f"moco-co2-a1-t{tau:g}", base.replace("moco", "moco-symmetric")]
+    for name in others[:3]:
+        cells = {
+            cell.experiment for study in plan.grids for cell in plan.cells(study, seeds=[0]) if cell.variant == name
+        }
+        assert len(cells) == 1
+    without = plan_of("vary", set=("objective.alpha=0",), vary=("objective.tau_consistency=[0.2]",))
+    assert [variant.name for variant in without.grids["vary"].variants] == [
+        "moco",
+        "moco-objective.tau_consistency-0.2",
+    ]
+
+
 def test_names_and_costs():
     moco = recipes.moco_small()
     assert name_of(moco) == method_of(moco) == "moco"
@@ -151,6 +170,8 @@ def test_measurements_during_a_run_are_few_unless_asked_for():
         ({"seeds": ()}, "at least one"),
         ({"evaluation": ("linear.epoch=3",)}, "Did you mean 'epochs'"),
         ({"evaluation": ("lineal.epochs=3",)}, "Did you mean 'linear'"),
+        ({"evaluation": ("svm.costs=1",)}, "changes nothing here.* judged by knn, linear"),
+        ({"evaluation": ("knn=3",)}, "has no setting ''. It has k, temperature"),
         ({"evaluation": ("linear.epochs=few",)}, "cannot be 'few'"),
         ({"validate": True, "validate_share": 1.0}, "between 0 and 1"),
         ({"validate_share": 1.0}, "between 0 and 1"),
@@ -169,6 +190,8 @@ def test_more_mistakes():
         plan_of("vary")
     with pytest.raises(UserError, match="several values"):
         plan_of("vary", vary=("encoder.groups=4",))
+    with pytest.raises(UserError, match="groups cannot be four"):
+        plan_of("vary", vary=("encoder.groups=[2,four]",))
     with pytest.raises(UserError, match="belong together"):
         plan_of("mechanisms", base="demo-co2")
 
@@ -183,6 +206,10 @@ def test_values_as_people_write_them():
         "f=torchvision/resnet34",
         "crop-scale=1,2",
         "g=null",
+        "h=[step,cosine]",
+        "i=[step]",
+        "j=[True, x]",
+        "k=[[0.08,1],[0.2,1]]",
     ]
     assert parse_assignments(texts, "--set") == {
         "a": 0.3,
@@ -193,6 +220,10 @@ def test_values_as_people_write_them():
         "f": "torchvision/resnet34",
         "crop_scale": [1, 2],
         "g": None,
+        "h": ["step", "cosine"],
+        "i": ["step"],
+        "j": [True, "x"],
+        "k": [[0.08, 1], [0.2, 1]],
     }
     edited = changed(recipes.co2_small(), {"views.crop_scale": [0.08, 1], "encoder.hidden": 64})
     assert (edited.views.crop_scale, edited.encoder.hidden) == ((0.08, 1), 64)
@@ -252,6 +283,11 @@ def test_list_and_help_are_answered_without_torch():
     text = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert all(name in text for name in STUDIES)
     assert "7 variants x 3 seeds, 27 runs' time, about 1.4 hours" in text
+
+
+def test_a_run_takes_some_time(capsys):
+    assert main(["study", "list", "--minutes-per-run", "-4"]) == 2
+    assert "must be above 0" in capsys.readouterr().err
 
 
 def test_every_study_can_be_declared_on_the_default_base():
