@@ -57,22 +57,21 @@ def open_data(specification: str) -> DataSplits:
         return _digits()
     path = os.path.expanduser(specification)
     if is_pack(path):
-        train, bank, test, words = open_pack(specification, path)
-        _check_readable(train)
-        return DataSplits(train, bank, test, words)
+        data = DataSplits(*open_pack(specification, path))
+        _check_readable(data.train)
+        return data
     shards = find_shards(path)
     if shards is not None:
-        train, bank, test, words = open_shards(specification, shards)
-        _check_readable(train)
-        return DataSplits(train, bank, test, words)
+        data = DataSplits(*open_shards(specification, shards))
+        _check_readable(data.train)
+        return data
     if not os.path.exists(path):
         raise UserError(_no_such_path(specification, path))
     if not os.path.isdir(path):
         return _listed(path)
     layout = find_layout(path)
     if layout is not None:
-        train, bank, test, words = open_layout(layout)
-        return DataSplits(train, bank, test, words)
+        return DataSplits(*open_layout(layout))
     return _folder(path)
 
 
@@ -164,7 +163,9 @@ def _listed(path: str) -> DataSplits:
     if path.lower().endswith(EXTENSIONS):
         raise UserError(f"'{path}' is a single image. Give the folder that holds it, or a text file that lists images.")
     source = list_source(path)
-    _check_readable(source)
+    _check_readable(
+        source, "Write paths that are absolute or begin in the list's folder, one on each line, and labels after a tab."
+    )
     return DataSplits(source, _if_labelled(source), None, f"{path}: a list of {in_numbers(source)}")
 
 
@@ -217,7 +218,9 @@ def _if_labelled(source: FileSource) -> FileSource | None:
     return None if source.labels is None else source
 
 
-def _check_readable(source: ImageSource) -> None:
+def _check_readable(
+    source: ImageSource, remedy: str = "Check that these are image files, whole and readable, or name another folder."
+) -> None:
     """Bad images are the loader's business, one by one; but if no image of a few can be read, say so at once."""
     reasons = []
     for index in np.unique(np.linspace(0, len(source) - 1, _SAMPLE).astype(int)):
@@ -228,11 +231,7 @@ def _check_readable(source: ImageSource) -> None:
             reasons.append(f"  {source.describe(int(index))}: {error}")
     tried = "The only image" if len(source) == 1 else f"None of {len(reasons)} images tried"
     verb = "cannot" if len(source) == 1 else "can"
-    raise UserError(
-        f"{tried} from '{source.name}' {verb} be read:\n"
-        + "\n".join(reasons)
-        + "\nCheck that these are image files, whole and readable, or name another folder or list."
-    )
+    raise UserError(f"{tried} from '{source.name}' {verb} be read:\n" + "\n".join(reasons) + f"\n{remedy}")
 
 
 def _names(folder: str) -> list[str]:

@@ -17,11 +17,9 @@ from torch import Tensor
 from co2.philox import uniforms
 from co2.views.specification import Augmentation
 
-CROP_ATTEMPTS = 10  # as in torchvision's RandomResizedCrop
-
 # Each parameter has its own place among the uniform numbers of a view, used or not: switching one augmentation off or
 # changing its strength leaves all the others as they were. Places are never moved; new ones go to the end.
-_CROP_SCALE = slice(0, 10)
+_CROP_SCALE = slice(0, 10)  # of ten attempts, as in torchvision's RandomResizedCrop
 _CROP_RATIO = slice(10, 20)
 _CROP_TOP = 20
 _CROP_LEFT = 21

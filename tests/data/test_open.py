@@ -218,8 +218,11 @@ def test_nothing_but_unreadable_images_is_said_at_once(tmp_path: Path) -> None:
 
 
 def test_a_list_whose_images_are_not_there(tmp_path: Path) -> None:
-    (tmp_path / "list.txt").write_text("gone.png\n")
-    with pytest.raises(UserError, match=r"The only image .* cannot be read:\n.*gone\.png: the file does not exist"):
+    (tmp_path / "list.txt").write_text("gone.png 3\n")
+    with pytest.raises(
+        UserError,
+        match=r"The only image .* cannot be read:\n.*gone\.png 3: the file does not exist\n.*the list's folder.* a tab",
+    ):
         open_data(str(tmp_path / "list.txt"))
 
 
