@@ -79,6 +79,13 @@ def evaluate(
         )
     assert bank.labels is not None
     assert queries.labels is not None
+    check_classes(
+        "knn",
+        bank.labels.numpy(),
+        queries.labels.numpy(),
+        bank_source.classes,
+        remedy="Those of other classes cannot be read: repair or replace them.",
+    )
     classes = len(bank_source.classes)
     progress.stage("Neighbours")
 

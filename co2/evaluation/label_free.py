@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from co2.data.open import DataSplits
 from co2.encoders.features import extract
 from co2.errors import UserError
-from co2.evaluation.features import embed, preparation, ready
+from co2.evaluation.features import Unreadable, embed, preparation, ready
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.specification import LABEL_FREE_PAPER as PAPER
@@ -53,8 +53,7 @@ def evaluate(
     """Alignment, uniformity, RankMe and the agreement of two views on their neighbours. `seed` draws the views."""
     device = torch.device(device)
     source = data.train.spread(settings.images)
-    if len(source) < 3:
-        raise UserError(f"label-free compares images with each other, and {data.description} has only {len(source)}.")
+    _check_enough(len(source), data)
     backbone = ready(subject.build(), device)
     views = replace(moco_v2_views(subject.view_size), mean=subject.mean, std=subject.std)
     loader = ViewLoader(
@@ -68,7 +67,10 @@ def evaluate(
         for view, features in enumerate(seen):
             one = replace(batch, views=batch.views[view : view + 1])
             features.append(extract(backbone, [one], prepare, device)[0])  # [B, F]
-    plain = embed(backbone, source, subject.views, device=device, workers=workers, progress=progress)
+    unreadable = Unreadable(progress)
+    plain = embed(
+        backbone, source, subject.views, device=device, workers=workers, progress=progress, unreadable=unreadable
+    )
     # The loader shuffles, and puts a neighbour in the place of an unreadable image: bring all three into one order.
     place = torch.full((len(source),), -1)
     place[torch.cat(order)] = torch.arange(len(torch.cat(order)))
@@ -76,6 +78,7 @@ def evaluate(
     rows = place[plain.images[both]].to(device)  # [N]
     first, second = (torch.cat(features)[rows] for features in seen)  # [N, F] each
     bank = plain.features[both.to(plain.features.device)].to(device)  # [N, F]
+    _check_enough(len(bank), data)
     unit_first, unit_second = F.normalize(first, dim=1), F.normalize(second, dim=1)
     k = min(settings.k, len(bank) - 1)
     return Evaluation(
@@ -89,8 +92,21 @@ def evaluate(
             "neighbour_agreement": 100 * neighbour_agreement(first, second, bank, k),
         },
         settings=dataclasses.asdict(settings) | {"seed": seed, "view_size": subject.view_size},
-        details={"images": len(bank), "k": k, "agreement_by_chance": 100 * k / (len(bank) - 1)},
+        details={
+            "images": len(bank),
+            "k": k,
+            "agreement_by_chance": 100 * k / (len(bank) - 1),
+            "unreadable": unreadable.reasons,
+        },
     )
+
+
+def _check_enough(images: int, data: DataSplits) -> None:
+    if images < 3:
+        raise UserError(
+            f"label-free compares images with each other, three at least, and only {images} can be looked at in "
+            f"{data.description}. Give more images."
+        )
 
 
 def correlations(evaluations: Sequence[Evaluation]) -> dict[str, float]:

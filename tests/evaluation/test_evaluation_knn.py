@@ -234,5 +234,11 @@ def test_what_cannot_be_classified_is_told_plainly(subject):
             dataclasses.replace(data, bank=data.bank.subset(of_two)),
             dataclasses.replace(QUICK, bank_images=2),
         )
+    first = int(data.bank.labels[0])
+    others = {index for index in range(20) if data.bank.labels[index] != first}
+    for test in (data.test, None):  # nobody votes for them; without a held-out part, nobody is left to ask
+        torn = dataclasses.replace(data, bank=Torn(data.bank, others), test=test)
+        with pytest.raises(co2.UserError, match=r"a single class.*cannot be read"):
+            evaluate(subject, torn)
     with pytest.raises(co2.UserError, match="at least 1"):
         knn.KnnSettings(k=0)

@@ -4,6 +4,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from torn_images import Listener, Torn
 
 import co2
 from co2.checkpoint import checkpoints
@@ -102,5 +103,17 @@ def test_bad_input_is_told_plainly(pretrained, pretrained_run, tmp_path, shapes)
     few = dataclasses.replace(shapes, train=shapes.train.subset([0, 1]))
     with pytest.raises(co2.UserError, match="only 2"):
         evaluate(pretrained, few, SMALL)
+    torn = dataclasses.replace(shapes, train=Torn(shapes.train.subset(range(30)), set(range(2, 30))))
+    with pytest.raises(co2.UserError, match=r"only 2 .*Give more images"):
+        evaluate(pretrained, torn, SMALL)
     with pytest.raises(co2.UserError, match="at least"):
         LabelFreeSettings(k=0)
+
+
+def test_unreadable_images_are_said_once_and_recorded(pretrained, shapes):
+    shapes = shapes(30)
+    listener = Listener()
+    result = evaluate(pretrained, dataclasses.replace(shapes, train=Torn(shapes.train, {4})), progress=listener)
+    assert listener.lines == ["1 of 30 images could not be read and are left out: picture 4 (torn)."]
+    assert result.details["unreadable"] == {"picture 4": "torn"}
+    assert result.details["images"] == 29
