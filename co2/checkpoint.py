@@ -30,6 +30,7 @@ from co2.config import Experiment
 from co2.encoders.backbones import build_backbone
 from co2.encoders.specification import Stem
 from co2.errors import RunError, UserError
+from co2.views.specification import LARGEST_SIZE
 
 CONFIG = "config.json"
 BACKBONE = "backbone.safetensors"
@@ -324,7 +325,8 @@ def _describes_a_backbone(description: Mapping[str, str]) -> bool:
         return (
             bool(description["backbone"])
             and description["stem"] in get_args(Stem)
-            and re.fullmatch(r"[1-9][0-9]{0,3}", description["view_size"]) is not None  # larger would fit nowhere
+            and re.fullmatch(r"[1-9][0-9]{0,3}", description["view_size"]) is not None
+            and int(description["view_size"]) <= LARGEST_SIZE
             and len(channels) == 6
             and all(map(math.isfinite, channels))
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -87,15 +88,8 @@ class Experiment:
 
     def edit(self, **changes: Any) -> Experiment:
         """A copy with changes; a dict edits a nested part: `recipe.edit(epochs=100, objective={"alpha": 1.0})`."""
-        names = {f.name for f in dataclasses.fields(self)}
-        for name in changes:
-            if name not in names:
-                raise UserError(f"An experiment has no setting '{name}'.{did_you_mean(name, names)}")
-        values = {
-            name: dataclasses.replace(getattr(self, name), **value) if isinstance(value, dict) else value
-            for name, value in changes.items()
-        }
-        return dataclasses.replace(self, **values)
+        edited: Experiment = _edited(self, changes)
+        return edited
 
     def to_json(self) -> str:
         """The whole experiment as text; `from_json` reads it back."""
@@ -111,6 +105,18 @@ class Experiment:
             raise UserError("The configuration does not describe an experiment: it is not JSON, or damaged.") from None
         experiment: Experiment = _from_plain(Experiment, plain)
         return experiment
+
+
+def _edited(settings: Any, changes: Mapping[str, Any], group: str = "") -> Any:
+    names = {f.name for f in dataclasses.fields(settings)}
+    for name in changes:
+        if name not in names:
+            raise UserError(f"An experiment has no setting '{group}{name}'.{did_you_mean(name, names)}")
+    values = {
+        name: _edited(getattr(settings, name), value, f"{name}.") if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+    return dataclasses.replace(settings, **values)
 
 
 def differences(ours: Experiment, theirs: Experiment) -> list[str]:

@@ -21,6 +21,8 @@ def test_edit_reaches_nested_settings_and_leaves_the_rest():
 def test_edit_refuses_a_setting_that_does_not_exist():
     with pytest.raises(co2.UserError, match="Did you mean 'epochs'"):
         recipes.co2_v2().edit(epoch=7)
+    with pytest.raises(co2.UserError, match=r"no setting 'objective\.alfa'\. Did you mean 'alpha'"):
+        recipes.co2_v2().edit(objective={"alfa": 1.0})
 
 
 @pytest.mark.parametrize(

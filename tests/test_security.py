@@ -179,7 +179,7 @@ def header(text: bytes, length: int | None = None) -> bytes:
         pickle.dumps({"backbone": "x"}),
         save({"w": torch.zeros(2)}),
         *(described(**{missing: "-"}) for missing in ("backbone", "stem", "view_size", "mean", "std")),
-        *(described(view_size=size) for size in ("many", "9" * 30, "-5", "0", "3.5", "")),
+        *(described(view_size=size) for size in ("many", "9" * 30, "9999", "-5", "0", "3.5", "")),
         *(described(stem=stem) for stem in ("__class__", "")),
         *(
             described(backbone=name)

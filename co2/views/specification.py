@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from co2.errors import UserError
 
+LARGEST_SIZE = 4096  # side of a view in pixels; a larger one would fit nowhere
+
 
 @dataclass(frozen=True)
 class Augmentation:
@@ -43,8 +45,10 @@ class Augmentation:
     """Each channel is divided by this at the end."""
 
     def __post_init__(self) -> None:
-        if not 4 <= self.size <= 4096:
-            raise UserError(f"A view of {self.size} pixels is too small or too large: give views.size from 4 to 4096.")
+        if not 4 <= self.size <= LARGEST_SIZE:
+            raise UserError(
+                f"A view of {self.size} pixels is too small or too large: give views.size from 4 to {LARGEST_SIZE}."
+            )
         for name in ("crop_scale", "crop_ratio", "jitter", "blur_sigma", "mean", "std"):
             if not all(map(math.isfinite, getattr(self, name))):
                 raise UserError(f"views.{name} must be finite numbers; got {getattr(self, name)}.")
