@@ -19,6 +19,7 @@ _KINDS = {
     "at least 2": lambda value: 2 <= value < math.inf,
     "at least 3": lambda value: 3 <= value < math.inf,
     "above 0": lambda value: 0 < value < math.inf,
+    "above 0 and at most 1": lambda value: 0 < value <= 1,
     "from 0 to below 1": lambda value: 0 <= value < 1,
     "from 0 to 1": lambda value: 0 <= value <= 1,
     "between 0 and 1": lambda value: 0 < value < 1,
@@ -40,6 +41,16 @@ def check_sgd(protocol: str, settings: Any) -> None:
     check(protocol, settings, "above 0", "learning_rate")
     check(protocol, settings, "from 0 to below 1", "momentum")
     check(protocol, settings, "at least 0", "weight_decay", "decay")
+    if settings.milestones:
+        check(protocol, settings, "at least 0", "milestones")
+
+
+def check_crop_scale(protocol: str, settings: Any) -> None:
+    """What random crops need."""
+    check(protocol, settings, "above 0 and at most 1", "crop_scale")
+    smallest, largest = settings.crop_scale
+    if smallest > largest:
+        raise UserError(f"{protocol}: crop_scale must be the smaller share first; got {smallest} {largest}.")
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,7 @@ class LinearSettings:
         check("linear", self, "at least 2", "batch_size")
         check("linear", self, "at least 0", "crops")
         check_sgd("linear", self)
+        check_crop_scale("linear", self)
         if not self.crops and not self.plain:
             raise UserError("linear: nothing is left to train on. Give --crops 4, or --plain.")
         check("linear", self, "between 0 and 1", "held_out")
@@ -144,11 +156,11 @@ class SemiSupervisedSettings:
     """Of the whole network, from scratch."""
 
     def __post_init__(self) -> None:
-        if not self.fractions or not all(0 < fraction <= 1 for fraction in self.fractions):
-            raise UserError(f"semi-supervised: fractions are shares above 0 and at most 1; got {self.fractions}.")
+        check("semi-supervised", self, "above 0 and at most 1", "fractions")
         check("semi-supervised", self, "at least 1", "epochs", "baseline_epochs")
         check("semi-supervised", self, "at least 2", "batch_size")
         check_sgd("semi-supervised", self)
+        check_crop_scale("semi-supervised", self)
         check("semi-supervised", self, "above 0", "head_learning_rate", "baseline_learning_rate")
 
 

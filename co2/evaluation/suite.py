@@ -133,6 +133,12 @@ def evaluate_runs(
     known = protocol_called(protocol)
     run_protocol = importlib.import_module(f"co2.evaluation.{known.module}").evaluate
     material = _material(protocol, circumstances)
+    late = late_milestones(protocol, settings)
+    if late:
+        circumstances.progress.say(
+            f"{protocol}: training is over before it comes to {' and '.join(map(str, late))} of its milestones, where "
+            "the learning rate would drop. Give --milestones that suit it."
+        )
     fixed = known.nothing_random and subject.drawn_from is None
     evaluations = []
     seeds = range(circumstances.seed, circumstances.seed + (1 if fixed else circumstances.runs))
@@ -169,6 +175,13 @@ def evaluate_runs(
             )
         )
     return evaluations
+
+
+def late_milestones(protocol: str, settings: Any) -> list[float]:
+    """Milestones that the training never comes to: a user who made it shorter may not have thought of them."""
+    ends = {"linear": "epochs", "semi-supervised": "epochs", "detection": "iterations"}
+    end = getattr(settings, ends[protocol]) if protocol in ends else 1  # those of segmentation are shares of it
+    return [milestone for milestone in getattr(settings, "milestones", ()) if milestone >= end]
 
 
 def _ran_out_of_memory(error: Exception) -> bool:

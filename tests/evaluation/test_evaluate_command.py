@@ -118,6 +118,17 @@ def test_a_protocol_alone_asks_for_a_subject(name, capsys):
         "linear --protocol paper --weight-decay -1",
         "linear --protocol paper --weight-decay nan",
         "linear --protocol paper --batch-size 1",
+        "linear --protocol paper --milestones -5 60",
+        "linear --crop-scale 0 1",
+        "linear --crop-scale nan 1",
+        "linear --crop-scale 0.5 2",
+        "linear --crop-scale 1 0.5",
+        "semi-supervised --crop-scale 0 1",
+        "semi-supervised --fractions 0.1 0",
+        "semi-supervised --fractions",
+        "semi-supervised --milestones -1",
+        "detection --milestones -1",
+        "segmentation --milestones nan",
         "linear --strengths nan",
         "linear --strengths 0.1 inf",
         "semi-supervised --learning-rate nan",
@@ -178,6 +189,26 @@ def test_settings_that_would_do_nothing_are_refused(capsys, tmp_path):
         assert "would do nothing with --solver sgd" in refused(capsys, "linear", *rest, *options)
     with pytest.raises(UserError, match="--epochs would do nothing"):
         suite.evaluate("linear", "random:co2/resnet10-narrow", data="shapes:40:32", epochs=3)
+
+
+def test_a_training_that_ends_before_its_milestones_is_told(capsys, tmp_path):
+    words = "evaluate linear random:co2/resnet10-narrow --data shapes:40:32 --view-size 32 --protocol paper --epochs"
+    rest = ["--out", str(tmp_path), *CPU]
+    assert main([*words.split(), "1", *rest]) == 0
+    told = capsys.readouterr().err
+    assert "linear: training is over before it comes to 60 and 80 of its milestones" in told
+    assert "--milestones" in told
+    assert main([*words.split(), "2", "--milestones", "1", *rest]) == 0
+    assert "milestones" not in capsys.readouterr().err
+    for protocol, presets_of in PROTOCOLS.items():
+        assert not suite.late_milestones(protocol, presets_of.paper)
+        assert not suite.late_milestones(protocol, presets_of.quick)
+    for protocol, changes in {
+        "semi-supervised": {"epochs": 12},
+        "detection": {"iterations": 2000},
+        "segmentation": {"milestones": (0.7, 1.5)},
+    }.items():
+        assert len(suite.late_milestones(protocol, dataclasses.replace(PROTOCOLS[protocol].paper, **changes))) >= 1
 
 
 def test_one_protocol_on_a_run_folder(pretrained_run, tmp_path, capsys):
