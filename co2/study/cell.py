@@ -42,7 +42,7 @@ from co2.evaluation.protocol import write_json
 from co2.evaluation.subject import open_subject
 from co2.evaluation.suite import Circumstances, evaluate_runs
 from co2.machine import choose_device, choose_workers
-from co2.study.records import as_json, columns, read_record, write_record
+from co2.study.records import columns, read_record, settings_to_record, write_record
 from co2.study.settings import plain_settings
 
 EVALUATIONS = "evaluation"
@@ -131,7 +131,7 @@ def _judge(job: Job, experiment: Experiment, run: Path) -> None:
         known = PROTOCOLS[protocol]
         settings = type(known.quick)(**{n: tuple(v) if isinstance(v, list) else v for n, v in plain.items()})
         path = folder / f"{protocol}.json"
-        found = _read_evaluation(path, backbone, plain)
+        found = _read_evaluation(path, backbone, settings_to_record(protocol, plain, job.view_size))
         if found is None:
             print(f"Judging by {protocol} ...", flush=True)
             subject = open_subject(str(run), view_size=job.view_size if known.needs_voc else None)
@@ -149,7 +149,7 @@ def _read_evaluation(path: Path, backbone: str, settings: Mapping[str, Any]) -> 
     """An evaluation of this very backbone with these settings, if it is there."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        same = found["backbone"] == backbone and all(found["settings"][n] == v for n, v in as_json(settings).items())
+        same = found["backbone"] == backbone and all(found["settings"][n] == v for n, v in settings.items())
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there, or half of it from before a crash
     return found if same else None

@@ -328,18 +328,10 @@ def make_plan(names: Sequence[str], request: Request) -> Plan:
 
 
 def _refuse_idle(names: Sequence[str], request: Request) -> None:
-    """What none of these studies has: who gives a point of a grid or a setting expects it to be computed."""
+    """Points of a grid that none of these studies has: who gives some expects them to be computed."""
     for option, studies in {"alphas": ("alpha", "alpha-tau"), "taus": ("tau", "alpha-tau"), "vary": ("vary",)}.items():
         if getattr(request, option) != getattr(Request(), option) and not set(names) & set(studies):
             raise UserError(f"--{option} is for the study {' or '.join(studies)}. Name it, or leave --{option} out.")
-    judges = list(dict.fromkeys(protocol for name in names for protocol in study_called(name).protocols))
-    for setting in parse_assignments(request.evaluation, "--evaluation"):
-        protocol = setting.partition(".")[0]
-        if protocol not in judges:
-            raise UserError(
-                f"--evaluation {setting} changes nothing here.{did_you_mean(protocol, judges)} Backbones of "
-                f"{' and '.join(names)} are judged by {', '.join(judges)}."
-            )
 
 
 def _values_to_vary(texts: Sequence[str]) -> dict[str, Sequence[Any]]:
@@ -352,10 +344,15 @@ def _values_to_vary(texts: Sequence[str]) -> dict[str, Sequence[Any]]:
 
 
 def _protocols(names: Sequence[str], request: Request) -> dict[str, dict[str, Any]]:
+    judges = (*grids.QUICK, *grids.TRANSFER)
     settings = {name: settings_of(name, request.protocol) for name in names}
     for name, value in parse_assignments(request.evaluation, "--evaluation").items():
         protocol, _, setting = name.partition(".")
-        if protocol in settings:
+        if protocol not in judges:
+            raise UserError(
+                f"No study is judged by '{protocol}'.{did_you_mean(protocol, judges)} There are {', '.join(judges)}."
+            )
+        if protocol in settings:  # else it is for another study of the same data
             settings[protocol] = changed_settings(settings[protocol], {setting: value}, protocol)
     return {name: dataclasses.asdict(one) for name, one in settings.items()}
 
@@ -375,7 +372,7 @@ def _show_plan(plan: Plan, cells: Sequence[Cell], circumstances: Circumstances) 
     for cell in cells:
         record = read_record(record_path(circumstances.out, cell.name))
         missing = missing_protocols(record, cell)
-        other = mismatches(record, cell, None, plan.validate) if record is not None else []
+        other = mismatches(record, cell, plan) if record is not None else []
         begun = " (begun)" if (circumstances.runs / cell.name).is_dir() else ""
         if other:
             word = "to do again" if circumstances.redo else "refused without --redo"

@@ -24,7 +24,8 @@ _LENGTHS_BELOW = 3  # from the best to the median, below it
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """The figure of a study as STUDY.svg and STUDY.png; nothing as long as there is nothing to see."""
+    """The figure of a study as STUDY.svg and STUDY.png; none, and no earlier one, if there is nothing to see."""
+    paths = [folder / f"{results.study}.{ending}" for ending in ("svg", "png")]
     panels = {"alpha": _over_setting, "tau": _over_setting, "alpha-tau": _over_setting, "curves": _curves}.get(
         results.study, _dots
     )
@@ -42,8 +43,9 @@ def draw(results: Results, folder: Path) -> list[Path]:
     with matplotlib.rc_context(style):
         figure = panels(results)
         if figure is None:
+            for path in paths:
+                path.unlink(missing_ok=True)
             return []
-        paths = [folder / f"{results.study}.{ending}" for ending in ("svg", "png")]
         for path in paths:
             metadata = {"Date": None} if path.suffix == ".svg" else None
             figure.savefig(path, dpi=150, bbox_inches="tight", facecolor="white", metadata=metadata)

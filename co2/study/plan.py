@@ -138,7 +138,7 @@ def merge_plans(earlier: Plan | None, asked: Plan, folder: Path, redo: bool) -> 
     if earlier is None:
         return asked
     lines = [line.replace("the run folder", str(folder)) for line in differences(asked.base, earlier.base)]
-    for name in ("validate", "view_size"):
+    for name in ("validate", *(["view_size"] if "transfer" in earlier.grids and "transfer" in asked.grids else [])):
         ours, theirs = getattr(asked, name), getattr(earlier, name)
         lines += [f"{name}: {theirs} in {folder}, {ours} asked for"] if ours != theirs else []
     if lines and not redo:
@@ -151,7 +151,8 @@ def merge_plans(earlier: Plan | None, asked: Plan, folder: Path, redo: bool) -> 
     if not lines:
         both = earlier.grids.keys() & asked.grids.keys()
         grids.update({name: _united(earlier.grids[name], asked.grids[name], asked.base) for name in both})
-    return replace(asked, grids=grids)
+    view_size = (asked if "transfer" in asked.grids else earlier).view_size  # nothing else looks at it
+    return replace(asked, grids=grids, view_size=view_size)
 
 
 def _united(earlier: Grid, asked: Grid, base: Experiment) -> Grid:

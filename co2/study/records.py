@@ -12,8 +12,10 @@ from typing import Any
 from co2.checkpoint import write_atomically
 from co2.config import Experiment, differences
 from co2.errors import UserError
-from co2.study.plan import CELLS, FAILED, Cell
+from co2.study.plan import CELLS, FAILED, Cell, Plan
 
+DATA_NUMBERS = ("train", "bank", "test", "classes")
+"""How many images there are, and classes: by these a record is told from one of other data."""
 _DIGITS = 6  # significant ones in a curve: more than a figure shows, and a third of the space
 
 
@@ -95,13 +97,15 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
     write_atomically(path, lambda file: file.write(f"{{\n{parts}\n}}\n".encode()))
 
 
-def mismatches(record: CellRecord, cell: Cell, data: Mapping[str, Any] | None, validate: float | None) -> list[str]:
+def mismatches(record: CellRecord, cell: Cell, plan: Plan, data: Mapping[str, Any] | None = None) -> list[str]:
     """How a record differs from what is asked for, a line each. What is not yet in it is no difference."""
     lines = [line.replace("the run folder", "the record") for line in differences(cell.experiment, record.experiment)]
     recorded = record.content["data"]
-    if recorded.get("validate") != validate:
-        lines.append(f"share held out for validation: {recorded.get('validate')} in the record, {validate} asked for")
-    for name in ("train", "bank", "test", "classes") if data is not None else ():
+    if recorded.get("validate") != plan.validate:
+        lines.append(
+            f"share held out for validation: {recorded.get('validate')} in the record, {plan.validate} asked for"
+        )
+    for name in DATA_NUMBERS if data is not None else ():
         if data is not None and recorded.get(name) != data[name]:
             lines.append(f"data, {name}: {recorded.get(name)} in the record, {data[name]} asked for")
     for protocol, settings in cell.protocols.items():
@@ -109,15 +113,17 @@ def mismatches(record: CellRecord, cell: Cell, data: Mapping[str, Any] | None, v
             theirs = record.evaluations[protocol]["settings"]
             lines += [
                 f"{protocol}.{name}: {theirs.get(name)} in the record, {value} asked for"
-                for name, value in as_json(settings).items()
+                for name, value in settings_to_record(protocol, settings, plan.view_size).items()
                 if theirs.get(name) != value
             ]
     return lines
 
 
-def as_json(value: Any) -> Any:
-    """The value as it comes back from a JSON file: lists for tuples."""
-    return json.loads(json.dumps(value))
+def settings_to_record(protocol: str, settings: Mapping[str, Any], view_size: int) -> dict[str, Any]:
+    """What a record must say of an evaluation, as JSON has it: lists for tuples."""
+    shown = {"view_size": view_size} if protocol == "svm" else {}  # the other two on VOC have sizes of their own
+    recorded: dict[str, Any] = json.loads(json.dumps({**settings, **shown}))
+    return recorded
 
 
 def missing_protocols(record: CellRecord | None, cell: Cell) -> list[str]:

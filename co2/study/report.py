@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
 from co2.errors import UserError
 from co2.study.grids import STUDIES, label_of
 from co2.study.plan import CELLS, PLAN, RUNS, Cell, Plan, read_plan, seeds_found
-from co2.study.records import CellRecord, duration, failures, mismatches, missing_protocols, read_record, record_path
+from co2.study.records import (
+    DATA_NUMBERS,
+    CellRecord,
+    duration,
+    failures,
+    mismatches,
+    missing_protocols,
+    read_record,
+    record_path,
+)
 from co2.study.tables import Results, csv_text, markdown_text
 
 _MARK = "<!-- Written by `co2 study report`. "
@@ -36,6 +46,7 @@ def gather(folder: Path, plan: Plan, study: str) -> Results:
                 records[variant.name][seed] = record
             if why and (seed in grid.seeds or record is not None):
                 missing[cell.name] = _shortened(failed.get(cell.name, "")) or why
+    _leave_out_other_data(records, missing)
     return Results(study, grid.variants, records, missing, plan.base, plan.validate)
 
 
@@ -47,11 +58,26 @@ def _usable(folder: Path, plan: Plan, cell: Cell) -> tuple[CellRecord | None, st
         return None, f"left out: {error}"
     if record is None:
         return None, "not computed yet"
-    lines = mismatches(record, cell, None, plan.validate)
+    lines = mismatches(record, cell, plan)
     if lines:
         return None, f"left out: its record has other settings ({'; '.join(lines[:3])})"
     absent = missing_protocols(record, cell)
     return record, f"not yet judged by {' and '.join(absent)}" if absent else ""
+
+
+def _leave_out_other_data(records: Mapping[str, dict[int, CellRecord]], missing: dict[str, str]) -> None:
+    """Tables are made without the data, which have other names elsewhere: what most records are of is the study's."""
+    numbers = {
+        (variant, seed): tuple(record.content["data"].get(name) for name in DATA_NUMBERS)
+        for variant, by_seed in records.items()
+        for seed, record in by_seed.items()
+    }
+    usual = Counter(numbers.values()).most_common(1)
+    for (variant, seed), found in numbers.items():
+        if found != usual[0][0]:
+            said = ", ".join(f"{name} {number}" for name, number in zip(DATA_NUMBERS, found, strict=True))
+            missing[f"{variant}-s{seed}"] = f"left out: its record is of other data than most ({said})"
+            del records[variant][seed]
 
 
 def _shortened(error: str) -> str:

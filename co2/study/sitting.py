@@ -98,7 +98,7 @@ def outstanding(cells: Sequence[Cell], plan: Plan, circumstances: Circumstances)
     for cell in cells:
         path, run = record_path(circumstances.out, cell.name), circumstances.runs / cell.name
         record = read_record(path)
-        lines = mismatches(record, cell, data, plan.validate) if record is not None else []
+        lines = mismatches(record, cell, plan, data) if record is not None else []
         if lines and circumstances.redo:
             print(f"{cell.name}: its record has other settings ({lines[0]}) and is computed again.")
             path.unlink()

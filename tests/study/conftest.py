@@ -7,7 +7,7 @@ import pytest
 from co2.evaluation.presets import settings_of
 from co2.study.command import Request, make_plan
 from co2.study.plan import write_plan
-from co2.study.records import as_json, record_path, write_record
+from co2.study.records import record_path, settings_to_record, write_record
 from co2.study.settings import plain_settings
 
 TINY = ["views.size=16", "batch_size=16", "encoder.dimension=16", "negatives.size=50", "monitoring.log_every=1"]
@@ -60,7 +60,9 @@ def write_cell():
         evaluations = {
             protocol: {
                 "numbers": values,
-                "settings": as_json(cell.protocols.get(protocol, {})) or vars(settings_of(protocol, "quick")),
+                "settings": settings_to_record(
+                    protocol, cell.protocols.get(protocol) or vars(settings_of(protocol, "quick")), plan.view_size
+                ),
                 "details": {},
                 "data": plan.base.data,
             }

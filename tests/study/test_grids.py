@@ -170,7 +170,7 @@ def test_measurements_during_a_run_are_few_unless_asked_for():
         ({"seeds": ()}, "at least one"),
         ({"evaluation": ("linear.epoch=3",)}, "Did you mean 'epochs'"),
         ({"evaluation": ("lineal.epochs=3",)}, "Did you mean 'linear'"),
-        ({"evaluation": ("svm.costs=1",)}, "changes nothing here.* judged by knn, linear"),
+        ({"evaluation": ("label-free.views=2",)}, "There are knn, linear, svm, detection, segmentation"),
         ({"evaluation": ("knn=3",)}, "has no setting ''. It has k, temperature"),
         ({"evaluation": ("linear.epochs=few",)}, "cannot be 'few'"),
         ({"validate": True, "validate_share": 1.0}, "between 0 and 1"),
@@ -272,6 +272,16 @@ def test_a_folder_has_one_base(tmp_path):
         merge_plans(earlier, plan_of("claim", epochs=5, validate=True), tmp_path, redo=False)
     same = merge_plans(earlier, plan_of("alpha", epochs=5), tmp_path, redo=False)
     assert list(same.grids) == ["claim", "alpha"]
+
+
+def test_transfer_may_choose_its_view_size_after_other_studies(tmp_path):
+    first = plan_of("claim")
+    second = merge_plans(first, plan_of("transfer", view_size=64), tmp_path, redo=False)
+    assert second.view_size == 64
+    third = merge_plans(second, plan_of("claim", seeds=(7,)), tmp_path, redo=False)
+    assert third.view_size == 64
+    with pytest.raises(UserError, match="view_size: 64"):
+        merge_plans(third, plan_of("transfer", view_size=96), tmp_path, redo=False)
 
 
 def test_list_and_help_are_answered_without_torch():

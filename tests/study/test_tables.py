@@ -4,6 +4,7 @@ import csv
 import io
 import math
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -149,6 +150,16 @@ def test_a_record_with_a_part_missing_or_wrong_is_left_out_and_named(planned, wr
     assert "moco-s0.json is damaged" in gather(folder, plan, "curves").missing["moco-s0"]
 
 
+def test_records_of_other_data_are_left_out(planned, write_cell):
+    folder, plan = planned("curves", seeds=(0, 1, 2))
+    fill(write_cell, folder, plan, "curves", {"moco": MOCO})
+    other = {"name": "other", "train": 50000, "bank": 50000, "test": 10000, "classes": 100, "validate": None}
+    write_cell(folder, plan, "curves", "moco", 2, {"linear.top1": 1.0, "knn.top1": 1.0}, data=other)
+    results = gather(folder, plan, "curves")
+    assert sorted(results.records["moco"]) == [0, 1]
+    assert "other data than most (train 50000, bank 50000" in results.missing["moco-s2"]
+
+
 def test_what_cannot_be_written_is_told_in_a_sentence(planned, capsys):
     folder, _ = planned("claim")
     (folder / "claim.md").mkdir()
@@ -162,6 +173,13 @@ def test_a_cell_that_lacks_an_evaluation_counts_for_what_it_has(planned, write_c
     results = gather(folder, plan, "transfer")
     assert results.missing["moco-s0"] == "not yet judged by detection and segmentation"
     assert table_of(markdown_text(results))["MoCo"]["svm mAP, area"] == "40.00"
+
+
+def test_svm_at_another_view_size_is_another_number(planned, write_cell):
+    folder, plan = planned("transfer", view_size=64)
+    write_cell(folder, plan, "transfer", "moco", 0, {"svm.mAP_area": 40.0, "svm.mAP_11point": 41.0})
+    other = replace(plan, view_size=96)
+    assert "svm.view_size: 64 in the record, 96 asked for" in gather(folder, other, "transfer").missing["moco-s0"]
 
 
 def test_published_numbers_stand_beside_those_of_the_same_method(planned, write_cell):
@@ -280,6 +298,16 @@ def test_a_study_without_records_has_a_table_and_no_figure(planned):
         assert not list(folder.glob(f"{study}.svg"))
         assert "Cells still missing" in (folder / f"{study}.md").read_text()
         assert all(row["n"] == 0 for row in rows_of(results))
+
+
+def test_a_figure_of_records_that_are_gone_goes_too(planned, write_cell):
+    folder, plan = planned("claim")
+    write_cell(folder, plan, "claim", "moco", 0, {"linear.top1": 1.0, "knn.top1": 1.0})
+    report_study(folder, plan, "claim")
+    assert len(list(folder.glob("claim.[sp]*g"))) == 2
+    (folder / "cells" / "moco-s0.json").unlink()
+    report_study(folder, plan, "claim")
+    assert not list(folder.glob("claim.[sp]*g"))
 
 
 def test_without_matplotlib_the_tables_are_written_and_the_reader_told(planned, monkeypatch, capsys):
