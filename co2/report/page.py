@@ -49,7 +49,8 @@ def write_page(path: str | Path, page: Page) -> Path:
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page_html(page), encoding="utf-8")
+        # Names of files need not be text.
+        path.write_text(page_html(page), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"The page {path} cannot be written: {error.strerror}. Choose another place for it.") from error
     return path

@@ -89,8 +89,9 @@ def read_run(folder: str | Path, *, name: str | None = None, seconds: float | No
     by_kind = {kind: tuple(row for row in rows if row["kind"] == kind) for kind in ("train", "epoch", "advice")}
     if not by_kind["train"] and not any(row["epoch"] > 0 for row in by_kind["epoch"]):
         raise UserError(f"The run in {folder} has not written any measurements yet. Try again when it has.")
+    name = name if name is not None else folder.resolve().name
     return RunRecord(
-        name=name if name is not None else folder.resolve().name,
+        name=name.encode(errors="backslashreplace").decode(),  # names of folders need not be text
         folder=folder,
         experiment=experiment,
         train=by_kind["train"],

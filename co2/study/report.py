@@ -89,8 +89,8 @@ def report_study(folder: Path, plan: Plan, study: str) -> Results:
     results = gather(folder, plan, study)
     command = plan.grids[study].command
     heading = f"# {study}: {STUDIES[study].summary}\n\n```\n{command}\n```\n\n" if study in STUDIES else ""
-    (folder / f"{study}.md").write_text(heading + markdown_text(results), encoding="utf-8")
-    (folder / f"{study}.csv").write_text(csv_text(results), encoding="utf-8")
+    _write(folder / f"{study}.md", heading + markdown_text(results))
+    _write(folder / f"{study}.csv", csv_text(results))
     try:
         from co2.study.figures import draw
     except ImportError as error:
@@ -129,8 +129,12 @@ def write_page(folders: Sequence[Path], out: Path) -> Path:
     for folder, title, (plan, results) in zip(folders, titles, reports, strict=True):
         parts += [f"## {title}", _about_the_base(plan, folder, out.parent), _text_of(folder / "notes.md")]
         parts += [section for one in results for section in _section(plan, one, folder, out.parent)]
-    out.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+    _write(out, "\n\n".join(part for part in parts if part) + "\n")
     return out
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files need not be text
 
 
 def _refuse_foreign(out: Path) -> None:
@@ -195,7 +199,7 @@ def _time_taken(records: Sequence[CellRecord]) -> str:
 
 
 def _relative(path: Path, page: Path) -> str:
-    return quote(os.path.relpath(path, page).replace(os.sep, "/"))
+    return quote(os.fsencode(os.path.relpath(path, page).replace(os.sep, "/")))
 
 
 def _text_of(path: Path) -> str:

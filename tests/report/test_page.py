@@ -197,3 +197,10 @@ def test_durations() -> None:
         "2 h 2 min",
         "3 h 20 min",
     ]
+
+
+def test_folders_whose_names_are_no_text_are_reported_on(make_run, tmp_path) -> None:
+    folders = [make_run(name, epochs=2) for name in ("not \udcff text", "not \udcfe text")]
+    page = report_runs(folders, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "not \\udcff text" in page
+    assert Reader(page).rows[2][0].strip() == "not \\udcff text"

@@ -397,6 +397,13 @@ def test_links_of_a_page_lead_to_folders_with_any_name(planned, tmp_path):
     assert "](a%20%28b%29%20%231/study.json)" in text
 
 
+def test_a_folder_whose_name_is_no_text_is_reported_on(planned, tmp_path):
+    folder, _ = planned("claim", folder=tmp_path / "not \udcff text", out=str(tmp_path / "not \udcff text"))
+    text = write_page([folder], tmp_path / "page.md").read_text()
+    assert f"co2 study report '{tmp_path}/not \\udcff text'" in text
+    assert (folder / "claim.md").is_file()
+
+
 def test_a_page_that_someone_else_wrote_is_left_alone(planned, tmp_path):
     folder, _ = planned("claim")
     page = tmp_path / "RESULTS.md"
