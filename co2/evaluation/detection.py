@@ -123,23 +123,25 @@ def _check(train: VocDetection, test: VocDetection, settings: DetectionSettings,
     if len(train.images) < settings.batch_size:
         raise UserError(
             f"detection: {settings.train} has {len(train.images)} images, fewer than one batch of "
-            f"{settings.batch_size}. Give a smaller batch_size, or more images."
+            f"{settings.batch_size}. Give a smaller --batch-size, or more images."
         )
     for name, split in ((settings.train, train), (settings.test, test)):
         check_readable("detection", name, split.images, split.images.image)
-    if not any(len(objects.labels) for objects in train.objects):
-        raise UserError(f"detection: no image of {settings.train} has an object in it, so that nothing can be learnt.")
-    if all(objects.difficult.all() for objects in test.objects):
-        raise UserError(
-            f"detection: no image of {settings.test} has an object that counts, so that nothing can be found. Are the "
-            "annotations empty, or all objects marked difficult?"
-        )
-    for name, split in ((settings.train, train), (settings.test, test)):
         if split.clipped or split.dropped:
             progress.say(
                 f"{name}: {split.clipped:,} boxes reached outside their image and were cut; {split.dropped:,} without "
                 "any area in it were dropped."
             )
+    if not any(len(objects.labels) for objects in train.objects):
+        raise UserError(
+            f"detection: no image of {settings.train} has an object in it, so that nothing can be learnt. Are these "
+            "the right annotations?"
+        )
+    if all(objects.difficult.all() for objects in test.objects):
+        raise UserError(
+            f"detection: no image of {settings.test} has an object that counts, so that nothing can be found. Are the "
+            "annotations empty, or all objects marked difficult?"
+        )
     labels = [np.concatenate([objects.labels for objects in split.objects]) for split in (train, test)]
     unseen = [test.classes[label] for label in sorted(set(labels[1]) - set(labels[0]))]
     if unseen:

@@ -37,6 +37,10 @@ class Embedding(NamedTuple):
     labels: Tensor | None  # [N]
 
 
+class NotFinite(RunError):  # noqa: N818 - it names what the features are
+    """Features that are no numbers."""
+
+
 class Unreadable:
     """The images that could not be read in an evaluation: told once each, however often they are shown, and recorded.
 
@@ -161,7 +165,7 @@ def check_finite(features: Tensor, images: Tensor, source: ImageSource) -> None:
     lowest, highest = features.aminmax(dim=1)  # [N] each, NaN where there is one among the features
     wrong = ~(lowest.isfinite() & highest.isfinite()).cpu()  # [N]
     if wrong.any():
-        raise RunError(
+        raise NotFinite(
             f"The features of image {source.describe(int(images[wrong][0]))} are not finite numbers: the run that made "
             "these weights has diverged, or their file is damaged. Evaluate an earlier checkpoint, or train again with "
             "a lower learning rate."

@@ -85,5 +85,10 @@ def spread_over_runs(runs: Sequence[Evaluation]) -> dict[str, Spread]:
 def finite(losses: Sequence[float], protocol: str) -> list[float]:
     """The losses of a training, rounded for the record, if it did not diverge."""
     if not all(map(math.isfinite, losses)):
-        raise RunError(f"{protocol}: the training diverged (the loss is not a number). Give a lower --learning-rate.")
+        raise diverged(protocol)
     return [round(loss, 5) for loss in losses]
+
+
+def diverged(protocol: str) -> RunError:
+    """To be raised where a training made numbers that are none."""
+    return RunError(f"{protocol}: the training diverged (the loss is not a number). Give a lower --learning-rate.")

@@ -99,7 +99,7 @@ def _check(train: VocSegmentation, test: VocSegmentation, settings: Segmentation
     if len(train.images) < settings.batch_size:
         raise UserError(
             f"segmentation: {settings.train} has {len(train.images)} images, fewer than one batch of "
-            f"{settings.batch_size}. Give a smaller batch_size, or more images."
+            f"{settings.batch_size}. Give a smaller --batch-size, or more images."
         )
     for name, split in ((settings.train, train), (settings.test, test)):
         check_readable("segmentation", name, split.images, partial(_read, split))

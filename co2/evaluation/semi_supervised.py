@@ -19,10 +19,19 @@ from torch import nn
 from co2.data.open import DataSplits
 from co2.data.source import ImageSource
 from co2.errors import UserError
-from co2.evaluation.features import REPLACED, Unreadable, check_finite, embed, preparation, random_views, ready
+from co2.evaluation.features import (
+    REPLACED,
+    NotFinite,
+    Unreadable,
+    check_finite,
+    embed,
+    preparation,
+    random_views,
+    ready,
+)
 from co2.evaluation.labels import LabelledSplit, accuracies, balanced_subset, check_classes, labelled_split
 from co2.evaluation.progress import SILENT, Progress
-from co2.evaluation.protocol import Evaluation, finite
+from co2.evaluation.protocol import Evaluation, diverged, finite
 from co2.evaluation.specification import SEMI_SUPERVISED_PAPER as PAPER
 from co2.evaluation.specification import SEMI_SUPERVISED_PAPER_V1 as PAPER_V1
 from co2.evaluation.specification import SEMI_SUPERVISED_QUICK as QUICK
@@ -172,15 +181,18 @@ def _judge(
     progress: Progress,
     unreadable: Unreadable,
 ) -> dict[str, float]:
-    test = embed(
-        network,
-        split.test,
-        subject.views,
-        device=device,
-        workers=workers,
-        progress=progress,
-        unreadable=unreadable,
-    )
+    try:
+        test = embed(
+            network,
+            split.test,
+            subject.views,
+            device=device,
+            workers=workers,
+            progress=progress,
+            unreadable=unreadable,
+        )
+    except NotFinite as error:  # only the last step can have done it: before it, losses were numbers
+        raise diverged("semi-supervised") from error
     assert test.labels is not None
     scores = test.features  # [M, classes]
     return accuracies(scores.topk(min(5, scores.shape[1]), dim=1).indices.cpu().numpy(), test.labels.numpy())

@@ -157,8 +157,7 @@ def fit(
     if not values.isfinite().all():
         first = int((~values.isfinite().all(dim=1)).nonzero()[0])
         raise RunError(
-            f"Training diverged: a loss is no longer a number at iteration {first}. Try a lower learning rate, or a "
-            "longer warm-up."
+            f"The training diverged: a loss is no longer a number at iteration {first}. Give a lower --learning-rate."
         )
     parts = values.tensor_split(min(_CURVE_POINTS, len(values)))
     means = torch.stack([part.mean(dim=0) for part in parts])  # [points, losses]

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchvision.models import list_models
 from torchvision.models.resnet import ResNet
 
 from co2.checkpoint import BACKBONE, checkpoints, load_weights, read_backbone, read_checkpoint
@@ -148,6 +149,8 @@ def _open(name: str, view_size: int | None, like: Subject | None, seed: int) -> 
     path = Path(name).expanduser()
     if not path.exists():
         hint = did_you_mean(name, ["random", "torchvision/resnet50", "torchvision/resnet18", "co2/resnet10-narrow"])
+        if name in list_models():
+            hint = f" Did you mean 'torchvision/{name}'?"
         raise UserError(
             f"There is no '{name}' to evaluate.{hint} Give a run folder, a backbone.safetensors, an official MoCo "
             "checkpoint (.pth.tar), torchvision/NAME or timm/NAME (with :DEFAULT for its published weights), or random."

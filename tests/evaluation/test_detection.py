@@ -1,4 +1,5 @@
 import dataclasses
+import re
 import shutil
 
 import numpy as np
@@ -287,17 +288,19 @@ def test_batches_do_not_depend_on_who_makes_them(shapes):
 
 
 def test_the_detector_finds_shapes(shapes, tmp_path):
-    trained = evaluate(narrow_subject(), shapes, SMALL)
+    # AP50 over three seeds and one or two threads when this was written: 91 to 99.
+    longer = dataclasses.replace(SMALL, iterations=160, milestones=(120, 148))
+    trained = evaluate(narrow_subject(), shapes, longer)
     untrained = evaluate(narrow_subject(), shapes, BRIEF)
     assert trained.numbers.keys() == {"AP", "AP50", "AP75"}
-    assert trained.numbers["AP50"] > 40
+    assert trained.numbers["AP50"] > 60
     assert trained.numbers["AP50"] > untrained.numbers["AP50"] + 25
     assert trained.numbers["AP50"] >= trained.numbers["AP"] >= 0
     loss = trained.details["loss"]
     assert set(loss) == {"loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_box_reg"}
     assert loss["loss_objectness"][-1] < 0.5 * loss["loss_objectness"][0]
     assert trained.protocol == "detection"
-    assert trained.settings["iterations"] == 80
+    assert trained.settings["iterations"] == 160
     assert trained.settings["seed"] == 0
     assert trained.details["per_class"] == {"shape": pytest.approx(trained.numbers)}
     assert trained.details["by_rule"]["area"] == trained.numbers
@@ -341,7 +344,7 @@ def test_batch_normalisation_has_a_weight_decay_of_its_own():
 def test_a_diverging_loss_is_told():
     weight = nn.Parameter(torch.ones(1))
     optimiser = torch.optim.SGD([weight], lr=1.0)
-    with pytest.raises(RunError, match=r"diverged.*iteration 3"):
+    with pytest.raises(RunError, match=r"diverged.*iteration 3\. Give a lower --learning-rate\."):
         fit(
             nn.Identity(),
             range(10),
@@ -422,9 +425,11 @@ def test_what_is_wrong_is_told_before_training(own_shapes, shapes, monkeypatch):
     with pytest.raises(UserError, match="torchvision's ResNets"):
         evaluate(open_subject("torchvision/mobilenet_v3_small"), root, BRIEF)
     for path in (year / "Annotations").glob("train_*.xml"):
-        path.write_text("<annotation/>")
+        path.write_text(re.sub(r"<xmax>\d+", "<xmax>0", path.read_text()))
+    listener = Listener()
     with pytest.raises(UserError, match="no image of train2012 has an object"):
-        evaluate(subject, root, BRIEF)
+        evaluate(subject, root, BRIEF, progress=listener)
+    assert "48 without any area in it were dropped" in listener.lines[0]
     shutil.copytree(shapes / "VOCdevkit" / "VOC2012" / "Annotations", year / "Annotations", dirs_exist_ok=True)
     mark_difficult(year, "val_*.xml")
     monkeypatch.setattr(detection, "train_detector", None)  # not reached

@@ -170,3 +170,6 @@ def test_bad_input_is_told_plainly(pretrained, shapes):
         SemiSupervisedSettings(fractions=(0.0,))
     with pytest.raises(co2.UserError, match="diverged"):
         evaluate(pretrained, shapes, dataclasses.replace(SHORT, epochs=3, learning_rate=1e30))
+    one_step = dataclasses.replace(SHORT, fractions=(0.1,), epochs=1, batch_size=600, learning_rate=1e30)
+    with pytest.raises(co2.UserError, match=r"the training diverged.*lower --learning-rate"):
+        evaluate(pretrained, shapes, one_step)

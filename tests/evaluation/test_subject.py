@@ -241,6 +241,8 @@ def test_model_names(monkeypatch):
         open_subject("torchvision/resnet18:DEFUALT")
     with pytest.raises(co2.UserError, match="There is no 'runs/nowhere'"):
         open_subject("runs/nowhere")
+    with pytest.raises(co2.UserError, match="Did you mean 'torchvision/resnet50'"):
+        open_subject("resnet50")
 
 
 def test_published_weights_are_taken_from_torchvision(monkeypatch):
