@@ -16,16 +16,15 @@ import importlib.util
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from co2.errors import UserError
+from co2.measures.ranking import ElevenPointOrArea, from_curve
 
 THRESHOLDS = tuple(threshold / 100 for threshold in range(50, 100, 5))
 """0.50, 0.55, ..., 0.95: the overlaps that AP is the mean over."""
-Interpolation = Literal["11-point", "area"]
-"""How a curve becomes a number. VOC took the mean of precision at 11 recalls until 2009, and the area since 2010."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +86,12 @@ def match(found: Sequence[Found], truth: Sequence[Truth], classes: int) -> list[
     return [_class_matches(found, truth, label) for label in range(classes)]
 
 
-def voc_precision(matches: Sequence[Matches], interpolation: Interpolation = "area") -> BoxPrecision:
+def voc_precision(matches: Sequence[Matches], rule: ElevenPointOrArea = "area") -> BoxPrecision:
     """AP, AP50 and AP75 over all classes that have objects to find."""
     per_class = np.full((len(THRESHOLDS), len(matches)), np.nan)  # [10, classes]
     for label, of_class in enumerate(matches):
         if of_class.to_find:
-            per_class[:, label] = [
-                average_precision(right, of_class.to_find, interpolation) for right in of_class.right
-            ]
+            per_class[:, label] = [average_precision(right, of_class.to_find, rule) for right in of_class.right]
     if np.isnan(per_class).all():
         raise UserError("No image has an object that counts, so that nothing can be found. Are all of them difficult?")
     at = dict(zip(THRESHOLDS, np.nanmean(per_class, axis=1), strict=True))
@@ -137,18 +134,10 @@ def _right(hit: np.ndarray, met: np.ndarray, hard: np.ndarray) -> np.ndarray:
     return (right & hit)[counted]
 
 
-def average_precision(right: np.ndarray, to_find: int, interpolation: Interpolation = "area") -> float:
+def average_precision(right: np.ndarray, to_find: int, rule: ElevenPointOrArea = "area") -> float:
     """From detections in the order of their scores, bool [D], to one number; `to_find` is how many would be right."""
     hits = np.cumsum(right)  # [D]
-    recall = hits / to_find
-    precision = hits / np.arange(1, len(right) + 1)
-    at_least = np.maximum.accumulate(precision[::-1])[::-1]  # [D]: the best precision at this recall or a higher one
-    if interpolation == "11-point":
-        # A recall of 0.3 must be reached by 3 of 10, whatever 3 / 10 is in floating point: compare whole numbers.
-        reached = [np.searchsorted(hits * 10, tenth * to_find) for tenth in range(11)]
-        return float(np.mean([at_least[place] if place < len(right) else 0.0 for place in reached]))
-    steps = np.diff(recall, prepend=0.0)
-    return float((steps * at_least).sum())
+    return from_curve(hits / np.arange(1, len(right) + 1), hits / to_find, rule)
 
 
 def check_coco() -> None:
