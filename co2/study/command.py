@@ -391,7 +391,7 @@ def _write_up(out: Path, plan: Plan, names: Sequence[str]) -> int:
 
     for name in names:
         results = report_study(out, plan, name)
-        count = sum(map(len, results.records.values()))
+        count = len(results.found)
         print(f"\n{(out / f'{name}.md').read_text(encoding='utf-8')}")
         missing = f", {len(results.missing)} cells missing" if results.missing else ""
         figure = "Table and figure" if (out / f"{name}.svg").is_file() else "Table"

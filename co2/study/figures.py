@@ -176,7 +176,7 @@ def _curves(results: Results) -> Figure | None:
     shown = [
         variant
         for variant in results.variants
-        if any(record.curve("instance")[0] for record in results.records.get(variant.name, {}).values())
+        if any(record.curve("instance")[0] for record in results.records[variant.name].values())
     ]
     if not shown:
         return None

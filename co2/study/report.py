@@ -170,12 +170,11 @@ def _about_the_base(plan: Plan, folder: Path, page: Path) -> str:
 
 def _section(plan: Plan, results: Results, folder: Path, page: Path) -> list[str]:
     study = results.study
-    found = [record for by_seed in results.records.values() for record in by_seed.values()]
     parts = [
         f"### {study}: {STUDIES[study].summary if study in STUDIES else ''}".rstrip(": "),
         f"```\n{plan.grids[study].command}\n```",
-        f"Records: {len(found)} in [{folder / CELLS}]({_relative(folder / CELLS, page)}), the numbers in "
-        f"[{study}.csv]({_relative(folder / f'{study}.csv', page)}). " + _time_taken(found),
+        f"Records: {len(results.found)} in [{folder / CELLS}]({_relative(folder / CELLS, page)}), the numbers in "
+        f"[{study}.csv]({_relative(folder / f'{study}.csv', page)}). " + _time_taken(results.found),
         markdown_text(results).strip(),
     ]
     figure = folder / f"{study}.svg"

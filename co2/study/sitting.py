@@ -161,7 +161,10 @@ def _other_run(run: Path, cell: Cell, plan: Plan, redo: bool) -> list[str]:
     """How the run in a folder differs from a cell; if the user wants it redone, the folder is removed instead."""
     if not (run / CONFIG).is_file():
         return []
-    found = Experiment.from_json((run / CONFIG).read_text(encoding="utf-8"))
+    try:
+        found = Experiment.from_json((run / CONFIG).read_text(encoding="utf-8", errors="replace"))
+    except UserError as error:
+        raise UserError(f"{run / CONFIG}: {error} Delete {run} to begin it again.") from None
     lines = [line.replace("the run folder", str(run)) for line in differences(cell.experiment, found)]
     if _put_aside(found.data) != _put_aside(data_of(plan)):
         lines.append(f"data: {found.data} in {run}, {data_of(plan)} asked for")

@@ -7,7 +7,7 @@ import io
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scipy import stats  # type: ignore[import-untyped]
@@ -36,16 +36,15 @@ class Measure:
 KNN = Measure("knn.top1", "kNN top-1 (%)")
 KNN_EMBEDDING = Measure("epoch.knn_embedding_top1", "kNN top-1 of embeddings (%)", factor=100)
 LINEAR = Measure("linear.top1", "linear top-1 (%)")
-LOSS_INSTANCE = Measure("train.instance", "L_ins at the end", compared=False, decimals=3)
 LOSS_CONSISTENCY = Measure("train.consistency", "L_con at the end", compared=False, decimals=3)
 INSTANCE_ACCURACY = Measure("train.top1", "instance accuracy (%)", compared=False, factor=100)
 USUAL = (KNN, KNN_EMBEDDING, LINEAR, LOSS_CONSISTENCY, INSTANCE_ACCURACY)
 MEASURES: dict[str, tuple[Measure, ...]] = {
     "curves": (
         Measure("train.instance", "L_ins at the end", decimals=3),
-        Measure("train.consistency", "L_con at the end", decimals=3),
-        Measure("train.top1", "instance accuracy (%)", factor=100),
-        Measure("linear.top1", "linear top-1 (%)"),
+        replace(LOSS_CONSISTENCY, compared=True),
+        replace(INSTANCE_ACCURACY, compared=True),
+        LINEAR,
     ),
     "transfer": (
         Measure("svm.mAP_11point", "svm mAP, 11 points"),
@@ -76,9 +75,14 @@ class Results:
     base: Experiment
     validate: float | None
 
+    @property
+    def found(self) -> list[CellRecord]:
+        """All records."""
+        return [record for by_seed in self.records.values() for record in by_seed.values()]
+
     def values(self, variant: str, measure: Measure) -> dict[int, float]:
         """The numbers of a variant by seed, of the seeds that have it."""
-        numbers = {seed: record.number(measure.name) for seed, record in self.records.get(variant, {}).items()}
+        numbers = {seed: record.number(measure.name) for seed, record in self.records[variant].items()}
         return {seed: measure.factor * value for seed, value in sorted(numbers.items()) if value is not None}
 
 
@@ -180,8 +184,7 @@ def _judged_on(results: Results) -> str:
     if results.study == "transfer":
         return "Backbones pre-trained here, judged on PASCAL VOC; one run of each protocol for each seed's backbone."
     if results.validate is None:
-        found = [record for by_seed in results.records.values() for record in by_seed.values()]
-        if found and not found[0].content["data"]["test"]:
+        if results.found and not results.found[0].content["data"]["test"]:
             return "The data have no held-out part: kNN leaves one image out at a time, linear a fifth of each class."
         return "Accuracies on the held-out images of the data (their test split)."
     return (
@@ -192,7 +195,9 @@ def _judged_on(results: Results) -> str:
 
 def _main_table(results: Results) -> str:
     measures = measures_of(results.study)
-    lines = {variant.name: [_escaped(variant.label), _seed_count(results, variant)] for variant in results.variants}
+    lines = {
+        variant.name: [_escaped(variant.label), str(len(results.records[variant.name]))] for variant in results.variants
+    }
     headings = ["variant", "seeds"]
     for measure in measures:
         headings.append(measure.heading)
@@ -212,10 +217,6 @@ def _main_table(results: Results) -> str:
         for variant in results.variants:
             lines[variant.name].append(_difference(results, variant, measure))
     return _table(headings, list(lines.values()))
-
-
-def _seed_count(results: Results, variant: Variant) -> str:
-    return str(len(results.records.get(variant.name, {})))
 
 
 def _difference(results: Results, variant: Variant, measure: Measure) -> str:
@@ -238,8 +239,7 @@ def _p_text(p: float | None) -> str:
 
 def _about_the_test(results: Results) -> str:
     baselines = {variant.baseline for variant in results.variants if variant.baseline}
-    names = {variant.name: variant.label for variant in results.variants}
-    against = " and ".join(_escaped(names.get(name, name)) for name in sorted(baselines, key=list(names).index))
+    against = " and ".join(_escaped(variant.label) for variant in results.variants if variant.name in baselines)
     several = " (for each variant its own)" if len(baselines) > 1 else ""
     counts = {len(records) for records in results.records.values()}
     few = (
@@ -261,7 +261,7 @@ def _throughout(results: Results) -> str:
     for variant in results.variants:
         if not variant.baseline:
             continue
-        both = [list(results.records.get(name, {}).values()) for name in (variant.name, variant.baseline)]
+        both = [list(results.records[name].values()) for name in (variant.name, variant.baseline)]
         parts = most_parts([*both[0], *both[1]], "consistency")
         ours, theirs = (band(records, "consistency", parts) for records in both)
         if ours is None or theirs is None:

@@ -392,6 +392,15 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_computed(
         sit_with(["do"])
 
 
+def test_a_damaged_run_is_named(planned):
+    folder, plan = planned("curves")
+    run = folder / "runs" / PAIR[0]
+    run.mkdir(parents=True)
+    (run / "config.json").write_bytes(b"{\xff")
+    with pytest.raises(UserError, match=rf"{PAIR[0]}/config.json: .* Delete .*{PAIR[0]} to begin it again"):
+        outstanding(plan.cells("curves"), plan, Circumstances(folder, folder / "runs"))
+
+
 def test_looking_for_the_device_does_not_decide_for_the_cells(planned, monkeypatch):
     """How many queues of the GPU each of them takes is said by who shares it out, not by the study's own process."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
