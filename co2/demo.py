@@ -51,13 +51,15 @@ _KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": 
 def demo(out: str, *, epochs: int | None = None, seed: int = 0) -> Path:
     """Run the demo in the folder `out` and return the path of the page."""
     folder = Path(out)
+    lengths = {} if epochs is None else {"epochs": epochs}
+    experiments = {name: recipes.get(recipe).edit(seed=seed, **lengths) for name, recipe in METHODS.items()}
     _make_room(folder)
     console = Console(highlight=False)
     console.print(
         "Pre-training the same small network twice on pictures of shapes, without labels: with MoCo, and with MoCo and "
         "the consistency term of CO2. This takes a minute or two.\n"
     )
-    runs = [_start(name, recipe, folder, epochs, seed) for name, recipe in METHODS.items()]
+    runs = [_start(name, experiment, folder) for name, experiment in experiments.items()]
     with _ended_with_us(runs):
         neighbours = _Neighbours(runs[0].experiment)
         neighbours.look_up_untrained()  # now, when there is nothing to watch yet
@@ -121,16 +123,17 @@ def _make_room(folder: Path) -> None:
             f"{folder} holds things that are not from a demo ({', '.join(foreign[:3])}). Give another --out."
         )
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made anew: {error.strerror}. Give another --out.") from error
 
 
-def _start(name: str, recipe: str, folder: Path, epochs: int | None, seed: int) -> _Run:
-    experiment = recipes.get(recipe).edit(seed=seed)
-    if epochs is not None:
-        experiment = experiment.edit(epochs=epochs)
+def _start(name: str, experiment: Experiment, folder: Path) -> _Run:
+    recipe = METHODS[name]
     run, log = folder / recipe, folder / f"{recipe}.log"
     words = ["pretrain", recipe, "--out", str(run), "--device", "cpu"]
-    words += ["--epochs", str(experiment.epochs), "--seed", str(seed)]
+    words += ["--epochs", str(experiment.epochs), "--seed", str(experiment.seed)]
     # Two processes of one thread each get more done on two cores than two threads in turn.
     threads = str(max(1, (os.cpu_count() or 2) // len(METHODS)))
     with open(log, "wb") as output:

@@ -50,6 +50,20 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path):
     assert (tmp_path / "holiday.jpg").read_bytes() == b"precious"
 
 
+@pytest.mark.parametrize("mistake", [{"epochs": 0}, {"seed": -1}])
+def test_a_mistake_costs_no_earlier_demo(tmp_path, mistake):
+    (tmp_path / "index.html").write_text("the page of an earlier demo")
+    with pytest.raises(co2.UserError, match="must be"):
+        demo(str(tmp_path), **mistake)
+    assert (tmp_path / "index.html").is_file()
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(co2.UserError, match=r"Not a directory\. Give another --out"):
+        demo(str(tmp_path / "file" / "demo"))
+
+
 def test_the_runs_start_before_torch_is_loaded_to_watch_them():
     subprocess.run([sys.executable, "-c", "import co2.demo, sys; assert 'torch' not in sys.modules"], check=True)
 
