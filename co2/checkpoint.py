@@ -313,7 +313,7 @@ def read_backbone(run: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             description = dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is not a readable safetensors file: {error}.") from error
-    if not _describes_a_backbone(description):
+    if not _describes_a_backbone(description) or not all(map(str.isprintable, weights)):  # names get into sentences
         raise UserError(f"{path} does not say which backbone it holds: it was not written by `co2 pretrain`.")
     return weights, description
 
@@ -324,6 +324,7 @@ def _describes_a_backbone(description: Mapping[str, str]) -> bool:
         channels = [float(value) for name in ("mean", "std") for value in json.loads(description[name])]
         return (
             bool(description["backbone"])
+            and description["backbone"].isprintable()
             and description["stem"] in get_args(Stem)
             and re.fullmatch(r"[1-9][0-9]{0,3}", description["view_size"]) is not None
             and int(description["view_size"]) <= LARGEST_SIZE

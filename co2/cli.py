@@ -302,7 +302,8 @@ def _data_shard(words: list[str]) -> int:
         written = write_shards(**dataclasses.asdict(settings), progress=progress)
     for name, reason in written.left_out:
         print(f"Left out: {name} ({reason}).", file=sys.stderr)
-    print(f"{written.images:,} images are in {written.shards:,} shards in {settings.destination}.")
+    shards = f"{written.shards:,} shard{'s' if written.shards != 1 else ''}"
+    print(f"{written.images:,} images are in {shards} in {settings.destination}.")
     print(f"Train on them with --data {shlex.quote(settings.destination)}")
     return 0
 

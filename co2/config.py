@@ -125,7 +125,8 @@ def differences(ours: Experiment, theirs: Experiment) -> list[str]:
     flat_ours, flat_theirs = flatten(ours), flatten(theirs)
     for name in flat_ours:
         if name.split(".")[0] not in CIRCUMSTANCES and flat_ours[name] != flat_theirs[name]:
-            lines.append(f"{name}: {flat_theirs[name]} in the run folder, {flat_ours[name]} asked for")
+            theirs_shown, ours_shown = _shown(flat_theirs[name]), _shown(flat_ours[name])
+            lines.append(f"{name}: {theirs_shown} in the run folder, {ours_shown} asked for")
     return lines
 
 

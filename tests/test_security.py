@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
 from unittest import mock
@@ -31,7 +32,8 @@ import co2
 from co2 import recipes
 from co2.checkpoint import load_backbone, read_checkpoint, write_checkpoint
 from co2.cli import main
-from co2.config import Experiment
+from co2.config import Experiment, differences
+from co2.data.open import open_data
 from co2.engine.pretrain import pretrain
 from co2.engine.progress import Bar, Lines
 from co2.report.page import report_runs
@@ -128,7 +130,8 @@ def test_the_scan_finds_what_it_looks_for(tmp_path: Path) -> None:
     )
     assert len(findings(tmp_path / "bad.py")) == 13
     (tmp_path / "good.py").write_text(
-        "from urllib.parse import quote\nmodel.eval()\ntorch.compile(f)\ntorch.load(f, weights_only=True)\njson.load(f)\n"
+        "from urllib.parse import quote\n"
+        "model.eval()\ntorch.compile(f)\ntorch.load(f, weights_only=True)\njson.load(f)\n"
     )
     assert findings(tmp_path / "good.py") == []
 
@@ -150,11 +153,11 @@ def test_damaged_and_forged_checkpoints_are_refused(tmp_path: Path) -> None:
             read_checkpoint(path)
 
 
-def described(**description: str) -> bytes:
+def described(weights: str = "w", /, **description: str) -> bytes:
     """A file that says all that it has to about itself, but for what is given."""
     standard = {"backbone": "torchvision/resnet18", "stem": "standard", "view_size": "32"}
     standard |= {"mean": "[0, 0, 0]", "std": "[1, 1, 1]"}
-    return save({"w": torch.zeros(2)}, metadata={k: v for k, v in (standard | description).items() if v != "-"})
+    return save({weights: torch.zeros(2)}, metadata={k: v for k, v in (standard | description).items() if v != "-"})
 
 
 def header(text: bytes, length: int | None = None) -> bytes:
@@ -371,6 +374,44 @@ def test_markup_in_names_is_printed_as_it_is(name: str, capsys: pytest.CaptureFi
     assert f"/data/{name}.png (truncated file)." in text
     Lines(1).say(f"/data/{name}.png")
     assert f"/data/{name}.png" in capsys.readouterr().out
+
+
+EVIL = "evil\x1b[2J\u202e"  # clears a terminal, and turns the direction of writing
+
+
+def test_no_sentence_holds_a_command_to_the_terminal(tmp_path: Path) -> None:
+    """Names from outside that get into sentences: of folders beside the data, in pickles, backbones, configurations."""
+    said = []
+
+    def refused(call: Callable[[], object]) -> None:
+        with pytest.raises(co2.UserError) as caught:
+            call()
+        said.append(str(caught.value))
+
+    for name in ("train/a", "train/b", "val/a", "val/b", EVIL):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "data" / name / "1.png")
+    said.append(open_data(str(tmp_path / "data")).description)
+    refused(lambda: open_data(str(tmp_path / "data" / "evil")))
+    (tmp_path / "link").symlink_to(EVIL)
+    refused(lambda: open_data(str(tmp_path / "link")))
+
+    cifar = tmp_path / "cifar-10-batches-py"
+    cifar.mkdir()
+    for pickled in (b"cevil\x1b[2J\nsystem\n.", b"cnumpy\ndtype\n(Vevil\x1b[2J\ntR."):
+        (cifar / "batches.meta").write_bytes(pickled)
+        refused(lambda: open_data(str(cifar)))
+
+    backbone = tmp_path / "backbone.safetensors"
+    backbone.write_bytes(described(backbone=EVIL))
+    refused(lambda: load_backbone(backbone))
+    backbone.write_bytes(described(EVIL))
+    refused(lambda: load_backbone(backbone))
+
+    said += differences(recipes.moco_v2(), recipes.moco_v2().edit(recipe=EVIL))
+    assert len(said) == 8
+    for text in said:
+        assert text.replace("\n", "").replace("\t", "").isprintable(), text
 
 
 def test_a_run_with_bad_names_on_a_terminal_and_in_a_report(tiny, tmp_path: Path, monkeypatch) -> None:

@@ -14,7 +14,7 @@ from co2.data.folder import FileSource, find_images, folder_source, list_source
 from co2.data.packed import PackedSource, is_pack, open_pack, open_pack_splits
 from co2.data.shapes import ShapesSource
 from co2.data.shards import ShardSource, find_shards, open_shard_splits, open_shards
-from co2.data.source import HELD_OUT, BadImage, ImageSource, in_numbers
+from co2.data.source import HELD_OUT, BadImage, ImageSource, in_numbers, printable
 from co2.data.torchvision_layouts import find_layout, open_layout
 from co2.errors import UserError, did_you_mean
 
@@ -197,7 +197,7 @@ def _folder(path: str) -> DataSplits:
             train.classes = test.classes
     unused = [other for other in _folders_in(path) if other not in (os.path.basename(folders["train"]), name)]
     if unused:
-        words += f" (not used: {', '.join(unused)})"
+        words += f" (not used: {', '.join(map(printable, unused))})"
     return DataSplits(train, _if_labelled(train), _if_labelled(test), words)
 
 
@@ -242,10 +242,13 @@ def _names(folder: str) -> list[str]:
 
 
 def _no_such_path(specification: str, path: str) -> str:
+    if os.path.islink(path):
+        target = printable(os.readlink(path))
+        return f"'{specification}' is a link to '{target}', which is not there. Bring it back, or mend the link."
     parent, last = os.path.split(os.path.normpath(path))
     while parent and not os.path.isdir(parent):  # the first part of the path that is wrong
         parent, last = os.path.split(parent)
-    names = [name for name in _names(parent or ".") if name[0] != "."]
+    names = [printable(name) for name in _names(parent or ".") if name[0] != "."]
     hint = did_you_mean(last, [*names, "shapes", "digits"])
     return (
         f"There is no file or folder '{specification}'.{hint} --data takes a folder of images, a text file that lists "

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from co2.data.decode import open_regular, read_bytes
-from co2.data.source import ArraySource, BadImage, ImageSource, Parts, printable
+from co2.data.source import ArraySource, BadImage, ImageSource, Parts, in_words, printable
 from co2.errors import UserError
 
 _CIFAR_SHAPE = (3, 32, 32)
@@ -63,7 +63,7 @@ def _cifar(name: str, folder: str, files: list[str], labels_key: str, names_file
     (names,) = _entries(os.path.join(folder, names_file), names_key)
     if not all(isinstance(word, str) for word in names):
         raise UserError(f"'{os.path.join(folder, names_file)}' does not hold the names of classes. {_AGAIN}")
-    classes = tuple(names)
+    classes = tuple(map(printable, names))
     pixels, labels = [], []
     for file in files:
         path = os.path.join(folder, file)
@@ -95,11 +95,12 @@ def _entries(path: str, *keys: str) -> list[Any]:
         return [entry.array() if isinstance(entry, _Array) else list(entry) for entry in entries]
     except _Refused as refusal:
         raise UserError(
-            f"'{path}' asks for '{refusal}', which no CIFAR file needs and which could run a program. "
+            f"'{path}' asks for '{printable(str(refusal))}', which no CIFAR file needs and which could run a program. "
             f"It was not opened. {_AGAIN}"
         ) from None
     except Exception as error:  # a damaged pickle makes its reader raise almost anything
-        raise UserError(f"'{path}' is damaged, or no CIFAR file ({type(error).__name__}: {error}). {_AGAIN}") from None
+        reason = f"{type(error).__name__}: {in_words(error)}"
+        raise UserError(f"'{path}' is damaged, or no CIFAR file ({reason}). {_AGAIN}") from None
 
 
 def _check_steps(data: bytes) -> None:

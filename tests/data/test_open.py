@@ -172,6 +172,9 @@ def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
     for wrong in ("picturs", "picturs/deeper"):
         with pytest.raises(UserError, match=r"no file or folder .*Did you mean 'pictures'\?.*shapes, digits"):
             open_data(str(tmp_path / wrong))
+    (tmp_path / "link").symlink_to("unmounted")
+    with pytest.raises(UserError, match=r"link' is a link to 'unmounted', which is not there"):
+        open_data(str(tmp_path / "link"))
     with pytest.raises(UserError, match="Did you mean 'digits'"):
         open_data("digit")
     with pytest.raises(UserError, match="no file or folder ''"):
