@@ -237,6 +237,10 @@ def vary(wanted: Wanted) -> list[Variant]:
     variants = [base]
     for setting, values in wanted.vary.items():
         for value in values:
+            if isinstance(flatten(wanted.base).get(setting), tuple) and not isinstance(value, list):
+                raise UserError(
+                    f"Each value of {setting} is a list itself: --vary {setting}=[[...],[...]], for instance."
+                )
             experiment = changed(wanted.base, {setting: value})
             changes = changes_between(wanted.base, experiment)
             if not changes:

@@ -192,6 +192,8 @@ def test_more_mistakes():
         plan_of("vary", vary=("encoder.groups=4",))
     with pytest.raises(UserError, match="groups cannot be four"):
         plan_of("vary", vary=("encoder.groups=[2,four]",))
+    with pytest.raises(UserError, match="is a list itself"):
+        plan_of("vary", vary=("views.crop_scale=[0.08,1]",))
     with pytest.raises(UserError, match="belong together"):
         plan_of("mechanisms", base="demo-co2")
 
