@@ -27,6 +27,7 @@ from co2.bench.roofline import (
     LOSS,
     QUERY_FORWARD,
     Bound,
+    Rates,
     bound_of,
     measure_rates,
     number_bytes_on,
@@ -86,6 +87,7 @@ def run(experiment: Experiment, settings: StepBenchmark) -> dict[str, Any]:
     check_out(settings.out, "step")
     rates = measure_rates(device)
     bound = bound_of(experiment, rates, number_bytes_on(device))
+    announce(experiment, device, rates, bound)
     with explained(experiment):
         libraries = prepare_libraries(experiment, device)
         found = [
@@ -101,7 +103,7 @@ def run(experiment: Experiment, settings: StepBenchmark) -> dict[str, Any]:
         "kinds": [describe(one, batch, bound, libraries) for one in found],
         "pays": pays_from({one.kind: (libraries + one.start_seconds, one.step_seconds) for one in found}, batch),
     }
-    present(experiment, device, record)
+    present(record)
     write_record(record, settings.out, "step")
     return record
 
@@ -316,18 +318,22 @@ def pays_from(kinds: dict[str, tuple[float, float]], batch: int) -> list[dict[st
     return rows
 
 
-def present(experiment: Experiment, device: torch.device, record: dict[str, Any]) -> None:
-    """Tables for people."""
-    rates, bound = record["rates"], record["bound"]
+def announce(experiment: Experiment, device: torch.device, rates: Rates, bound: Bound) -> None:
+    """What is being measured, and the bound: said before, because large steps take minutes on a CPU."""
     print(
         f"{experiment.recipe}: {experiment.encoder.backbone} at {experiment.views.size} pixels, batch "
         f"{experiment.batch_size}, {experiment.encoder.groups} groups of batch statistics, "
         f"{experiment.negatives.source} of {experiment.negatives.size:,}, on {device_name(device)}.\n"
-        f"It copies {rates['bytes_per_second'] / 1e12:.3g} TB/s and multiplies "
-        f"{rates['flops_per_second'] / 1e12:.3g} TFLOP/s; a step of {bound['flops'] / 1e12:.3g} TFLOP and "
-        f"{bound['bytes'] / 1e9:.3g} GB takes {bound['seconds'] * 1e3:.3g} ms at least: "
-        f"{bound['images_per_second']:,.0f} images/s."
+        f"It copies {rates.bytes_per_second / 1e12:.3g} TB/s and multiplies "
+        f"{rates.flops_per_second / 1e12:.3g} TFLOP/s; a step of {bound.flops / 1e12:.3g} TFLOP and "
+        f"{bound.bytes / 1e9:.3g} GB takes {bound.seconds * 1e3:.3g} ms at least: "
+        f"{experiment.batch_size / bound.seconds:,.0f} images/s.",
+        flush=True,
     )
+
+
+def present(record: dict[str, Any]) -> None:
+    """Tables for people."""
     rows = [
         {
             "step": one["kind"],
@@ -351,7 +357,7 @@ def present(experiment: Experiment, device: torch.device, record: dict[str, Any]
                 f"{row['pays_from_images']:,.0f} images on (times epochs)."
             )
     for one in record["kinds"]:
-        show(f"where the time goes, {one['parts_of']}", parts_table(one, bound["by_part"]))
+        show(f"where the time goes, {one['parts_of']}", parts_table(one, record["bound"]["by_part"]))
         for note in one["notes"]:
             print(note)
 

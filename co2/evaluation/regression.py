@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from co2.evaluation.progress import SILENT, Progress
 
 _BLOCK_ELEMENTS = 2**27  # class scores held at a time
-_PATIENCE = 2  # weaker regularisations in a row that do worse before the search ends
+_PATIENCE = 3  # weaker regularisations in a row that do no better end the search
 
 
 class LogisticRegression(nn.Module):
@@ -67,7 +67,7 @@ def choose_strength(
             best, worse = (quality, strength, model), 0
         else:
             worse += 1
-            if worse > _PATIENCE:
+            if worse == _PATIENCE:
                 break
     assert best is not None
     return Choice(best[1], best[2], tried)

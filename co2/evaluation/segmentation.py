@@ -111,10 +111,14 @@ def _check(train: VocSegmentation, test: VocSegmentation, settings: Segmentation
 
 
 def _check_masks(data: VocSegmentation, progress: Progress) -> None:
-    """Masks with classes that nobody knows are refused before the training that would be lost, not after it."""
+    """Masks by which nothing can be judged are refused before the training that would be lost, not after it: those
+    with classes that nobody knows, and all of them where none has a pixel that counts."""
+    judged = False
     for index in progress.track(range(len(data.images)), "Checking the masks", len(data.images)):
         with suppress(BadImage):  # one that is left out and named when it would be judged
-            data.mask(index)
+            judged |= bool((data.mask(index) != NOT_JUDGED).any())
+    if not judged:
+        raise UserError(f"segmentation: all pixels of all masks are marked {NOT_JUDGED}, not judged. Are these VOC's?")
 
 
 class Segmenter(nn.Module):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from co2.bench import step
 from co2.bench.roofline import KEY_FORWARD, LOSS, QUERY_FORWARD
 from co2.bench.specification import StepBenchmark
 from co2.bench.step import FORWARD_AND_LOSS, parts_table, pays_from, run
@@ -52,6 +53,18 @@ def test_from_the_command_line_to_a_record(tmp_path: Path, capsys: pytest.Captur
     assert kind["memory_gib"] > 0
     for words in ("images/s", "of the bound", "key forward", str(tmp_path / "step.json")):
         assert words in printed
+
+
+def test_what_is_measured_is_said_before_it_is(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step, "measure_step", measure)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny(), StepBenchmark(steps=1))
+    assert "ms at least: " in capsys.readouterr().out
 
 
 def test_parts_add_up_to_the_step(tiny: Any) -> None:

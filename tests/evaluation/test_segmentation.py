@@ -282,7 +282,11 @@ def test_a_mask_that_cannot_be_judged_is_told_before_training(own_shapes):
     listener.stage = lambda words, total=None: stages.append(words)
     with pytest.raises(UserError, match=r"val_000011\.png has pixels of class 7"):
         evaluate(narrow_subject(), root, BRIEF, progress=listener)
-    assert stages == ["Checking the masks"]
+    for path in (year / "SegmentationClass").glob("val_*.png"):
+        Image.new("L", (64, 64), NOT_JUDGED).save(path)
+    with pytest.raises(UserError, match="all pixels of all masks are marked 255"):
+        evaluate(narrow_subject(), root, BRIEF, progress=listener)
+    assert stages == ["Checking the masks"] * 2
 
 
 def test_what_is_wrong_is_told_before_training(shapes):
