@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ def train(encoder: nn.Module, pairs: list[tuple[Tensor, Tensor]], negatives: Ten
 
 def train_in_a_process(rank: int, processes: int, backend: str, device: str, folder: str) -> None:
     torch.set_num_threads(1)
+    runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))  # sets up Triton's interpreter, where that is used
     assert (device == "cpu") == fused_module.INTERPRETED
     if device == "cuda":
         torch.cuda.set_device(0)  # all of them share it
@@ -71,13 +73,8 @@ def train_in_a_process(rank: int, processes: int, backend: str, device: str, fol
 
 
 def check_processes(processes: int, backend: str, device: str, folder: Path) -> None:
-    # A forked process has Triton's interpreter as it is set up here; a process that uses the GPU has to begin anew.
-    torch.multiprocessing.start_processes(
-        train_in_a_process,
-        (processes, backend, device, str(folder)),
-        nprocs=processes,
-        start_method="fork" if device == "cpu" else "spawn",
-    )
+    # Not forked: once a compiler has run here, autograd has threads, which a forked process would lack.
+    torch.multiprocessing.spawn(train_in_a_process, (processes, backend, device, str(folder)), nprocs=processes)
     results = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(processes)]
     for result in results:
         together, alone = result["together"], result["alone"]  # [STEPS, weights] each
@@ -91,12 +88,7 @@ def check_processes(processes: int, backend: str, device: str, folder: Path) -> 
 
 @interpreted
 def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a forked child must not meet the half of a thread pool that its parent has left it
-    try:
-        check_processes(2, "gloo", "cpu", tmp_path)
-    finally:
-        torch.set_num_threads(threads)
+    check_processes(2, "gloo", "cpu", tmp_path)
 
 
 @pytest.mark.gpu
