@@ -29,8 +29,8 @@ class Experiment:
     """Name of the recipe this experiment started from."""
     data: str = "shapes"
     """A folder of images (with or without class sub-folders), a text file that lists them, tar shards (a folder of
-    them, or 'train-{000000..000012}.tar'), a CIFAR-10/100 or STL-10 folder, 'digits', or 'shapes[:COUNT[:SIZE]]', the
-    pictures that co2 renders itself."""
+    them, or 'train-{000000..000012}.tar'), a pack, a CIFAR-10/100 or STL-10 folder, 'digits', or
+    'shapes[:COUNT[:SIZE]]', the pictures that co2 renders itself."""
     out: str = ""
     """Run folder to write; by default runs/RECIPE-sSEED."""
     epochs: int = 200

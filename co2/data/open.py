@@ -252,5 +252,5 @@ def _no_such_path(specification: str, path: str) -> str:
     hint = did_you_mean(last, [*names, "shapes", "digits"])
     return (
         f"There is no file or folder '{specification}'.{hint} --data takes a folder of images, a text file that lists "
-        "images, tar shards, or one of the built-in sets: shapes, digits."
+        "images, tar shards, a pack, or one of the built-in sets: shapes, digits."
     )
