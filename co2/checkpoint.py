@@ -30,7 +30,7 @@ from co2.config import Experiment
 from co2.encoders.backbones import build_backbone
 from co2.encoders.specification import Stem
 from co2.errors import RunError, UserError
-from co2.views.specification import LARGEST_SIZE
+from co2.views.specification import VIEW_SIZES
 
 CONFIG = "config.json"
 BACKBONE = "backbone.safetensors"
@@ -327,7 +327,7 @@ def _describes_a_backbone(description: Mapping[str, str]) -> bool:
             and description["backbone"].isprintable()
             and description["stem"] in get_args(Stem)
             and re.fullmatch(r"[1-9][0-9]{0,3}", description["view_size"]) is not None
-            and int(description["view_size"]) <= LARGEST_SIZE
+            and int(description["view_size"]) in VIEW_SIZES
             and len(channels) == 6
             and all(map(math.isfinite, channels))
         )

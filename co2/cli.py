@@ -184,7 +184,7 @@ class DemoSettings:
     out: str = "demo"
     """Folder for the two runs and the page; an earlier demo in it is replaced."""
     epochs: int | None = None
-    """Epochs of each run; by default what takes two or three minutes on two cores."""
+    """Epochs of each run; by default what takes about a minute on two cores."""
     seed: int = 0
     """Both runs start from it."""
 

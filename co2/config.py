@@ -14,6 +14,7 @@ import tyro
 from co2.encoders.specification import EncoderSpecification
 from co2.engine.specification import ExecutionSpecification, MonitoringSpecification, OptimisationSpecification
 from co2.errors import UserError, did_you_mean
+from co2.machine import check_workers
 from co2.objective.specification import NegativesSpecification, ObjectiveSpecification
 from co2.views.specification import Augmentation
 
@@ -63,8 +64,7 @@ class Experiment:
             raise UserError(f"--batch-size must be at least 2, since batch statistics need it; got {self.batch_size}.")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed must be a whole number from 0 to 2^63 - 1; got {self.seed}.")
-        if self.workers < -1:
-            raise UserError(f"--workers must be -1 (automatic), 0 or more; got {self.workers}.")
+        check_workers(self.workers)
         if self.negatives.source == "queue" and self.encoder.shuffle_keys and self.encoder.groups == 1:
             raise UserError(
                 "Shuffled keys with one group of batch statistics do nothing: every key would still be normalised "

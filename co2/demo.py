@@ -25,6 +25,7 @@ from rich.table import Table
 from co2 import recipes
 from co2.config import Experiment
 from co2.errors import UserError
+from co2.machine import cores
 from co2.report.gallery import Gallery, Picture
 from co2.report.page import Page, next_steps, write_page
 from co2.report.runs import METRICS, read_run
@@ -135,7 +136,7 @@ def _start(name: str, experiment: Experiment, folder: Path) -> _Run:
     words = ["pretrain", recipe, "--out", str(run), "--device", "cpu"]
     words += ["--epochs", str(experiment.epochs), "--seed", str(experiment.seed)]
     # Two processes of one thread each get more done on two cores than two threads in turn.
-    threads = str(max(1, (os.cpu_count() or 2) // len(METHODS)))
+    threads = str(max(1, cores() // len(METHODS)))
     with open(log, "wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "co2.cli", *words],
@@ -250,7 +251,7 @@ class _Neighbours:
         self._look_up(run.name, load_backbone(run.folder))
 
     def _look_up(self, name: str, backbone: nn.Module) -> None:
-        from co2.evaluation.knn import embed
+        from co2.evaluation.features import embed
         from co2.measures.knn import nearest
 
         bank, queries = (

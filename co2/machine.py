@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 from co2.errors import UserError
 
+MOST_WORKERS = 1024  # for one training process; nobody has as many cores for them
+
 if TYPE_CHECKING:
     import torch
 
@@ -101,9 +103,16 @@ def find_device(name: str, launch: Launch = ALONE) -> torch.device:
 
 def choose_workers(asked: int, local_processes: int = 1) -> int:
     """Processes that prepare images; on the machine's own advice, one core is left for each training loop."""
+    check_workers(asked)
     if asked >= 0:
         return asked
     return min(16, max(0, cores() // local_processes - 1))
+
+
+def check_workers(asked: int) -> None:
+    """Whether so many processes can be meant."""
+    if not -1 <= asked <= MOST_WORKERS:
+        raise UserError(f"--workers must be -1 (automatic) or from 0 to {MOST_WORKERS:,}; got {asked:,}.")
 
 
 def cores() -> int:

@@ -47,6 +47,9 @@ def test_workers_as_asked_or_as_the_machine_has():
     assert choose_workers(0) == 0
     assert choose_workers(5) == 5
     assert 0 <= choose_workers(-1) <= 16
+    for asked in (-7, 100_000):
+        with pytest.raises(co2.UserError, match="--workers must be -1"):
+            choose_workers(asked)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from co2.errors import RunError, UserError
+from co2.machine import cores
 
 if TYPE_CHECKING:
     import torch
@@ -54,15 +55,14 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured on."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if device.type != "cuda":
-        return {"name": "CPU", "cores": cores, "threads": torch.get_num_threads()}
+        return {"name": "CPU", "cores": cores(), "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,
         "multiprocessors": properties.multi_processor_count,
         "memory_gib": properties.total_memory / 2**30,
-        "cores": cores,
+        "cores": cores(),
     }
 
 

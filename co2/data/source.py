@@ -135,7 +135,7 @@ def too_many_in_a_row(source: ImageSource, count: int, last: int, reason: str) -
     """To be raised when `count` images up to number `last` could not be read, that one for this reason."""
     return RunError(
         f"{count} images in a row could not be read, the last one being {source.describe(last)} ({reason}). "
-        "Is the folder with the images still there? A training run can be continued with --resume."
+        "Is the folder with the images still there? A training run goes on with --resume, anything else from the start."
     )
 
 

@@ -502,6 +502,13 @@ def _explained(run: Path) -> Iterator[None]:
         yield
     except torch.cuda.OutOfMemoryError as error:
         raise RunError(memory_advice(run)) from error
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error):  # torch has no kind for it
+            raise
+        raise RunError(
+            "The machine's memory ran out. A smaller --batch-size, --views.size, --negatives.size or "
+            "--encoder.dimension takes less of it; each makes another run: start it with another --out."
+        ) from error
     except OSError as error:
         gone = error.errno == errno.ENOENT and not os.path.exists(run / CONFIG)  # or it is another file that is missing
         if error.errno in DISK_FULL:

@@ -64,12 +64,12 @@ def _is_occupied(run: Path, experiment: Experiment) -> bool:
         raise UserError(f"--out {run} is a file. Give the name of a folder.")
     begun = {LOCK, CONFIG + WRITING}  # all that there is of a run that was killed before it was one
     occupied = run.is_dir() and any(path.name not in begun for path in run.iterdir())
+    if occupied and not (run / CONFIG).is_file():
+        raise UserError(f"{run} is not empty and not a run folder: it has no {CONFIG}. Choose another --out.")
     if occupied and not experiment.resume:
         raise UserError(
             f"{run} is not empty. Continue the run in it with --resume, or choose another folder with --out."
         )
-    if occupied and not (run / CONFIG).is_file():
-        raise UserError(f"{run} is not a run folder: it has no {CONFIG}. Choose another folder with --out.")
     if not occupied and experiment.resume is True:
         raise UserError(f"There is no run to resume in {run}. Leave out --resume to start one.")
     return occupied
@@ -93,7 +93,14 @@ def _take(lock: io.FileIO, run: Path) -> None:
 
 
 def _refuse_other_settings(run: Path, experiment: Experiment) -> None:
-    differ = differences(experiment, Experiment.from_json((run / CONFIG).read_text(encoding="utf-8", errors="replace")))
+    try:
+        begun_with = (run / CONFIG).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(
+            f"{run / CONFIG} cannot be read ({error.strerror}), so that nobody knows what run it is. Make it readable, "
+            "or choose another --out."
+        ) from error
+    differ = differences(experiment, Experiment.from_json(begun_with))
     if differ:
         raise UserError(
             f"The run in {run} was started with other settings:\n  "

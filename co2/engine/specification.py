@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from co2.errors import UserError
+from co2.views.specification import VIEW_SIZES
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,13 @@ class OptimisationSpecification:
     def __post_init__(self) -> None:
         for name in ("base_learning_rate", "learning_rate"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UserError(f"optimisation.{name} must be above 0; got {value}.")
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"optimisation.{name} must be a number above 0; got {value}.")
         if not 0 <= self.momentum < 1:
             raise UserError(f"optimisation.momentum must be in [0, 1); got {self.momentum}.")
-        if not self.weight_decay >= 0:
-            raise UserError(f"optimisation.weight_decay must be 0 or more; got {self.weight_decay}.")
+        for name in ("weight_decay", "step_factor"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"optimisation.{name} must be a number of 0 or more; got {getattr(self, name)}.")
         if self.base_batch_size < 1:
             raise UserError(f"optimisation.base_batch_size must be at least 1; got {self.base_batch_size}.")
         if not 0 <= self.warm_up < 1 or not all(0 < share < 1 for share in self.milestones):
@@ -103,7 +106,9 @@ class MonitoringSpecification:
         for name in ("log_every", "evaluate_every", "health_images", "bank_images", "query_images"):
             if getattr(self, name) < 1:
                 raise UserError(f"monitoring.{name} must be at least 1; got {getattr(self, name)}.")
-        if self.view_size is not None and self.view_size < 4:
-            raise UserError(f"monitoring.view_size must be at least 4; got {self.view_size}.")
+        if self.view_size is not None and self.view_size not in VIEW_SIZES:
+            raise UserError(
+                f"monitoring.view_size must be from {VIEW_SIZES[0]} to {VIEW_SIZES[-1]} pixels; got {self.view_size}."
+            )
         if self.keep_every < 0:
             raise UserError(f"monitoring.keep_every must be 0 or more; got {self.keep_every}.")

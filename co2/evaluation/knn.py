@@ -8,9 +8,7 @@ import torch
 
 from co2.data.open import DataSplits
 from co2.data.source import evenly
-from co2.evaluation.features import Embedding as Embedding
-from co2.evaluation.features import Unreadable
-from co2.evaluation.features import embed as embed
+from co2.evaluation.features import Unreadable, embed
 from co2.evaluation.labels import check_classes, no_labels
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
@@ -20,7 +18,7 @@ from co2.evaluation.specification import KnnSettings
 from co2.evaluation.subject import Subject
 from co2.measures.knn import knn_accuracies, neighbour_count
 
-__all__ = ["PAPER", "QUICK", "Embedding", "KnnSettings", "embed", "evaluate"]
+__all__ = ["PAPER", "QUICK", "KnnSettings", "evaluate"]
 
 _SEARCH_IMAGES = 10_000  # of the bank that ask all the others, to find the best k
 

@@ -34,11 +34,10 @@ from co2.encoders.backbones import build_backbone, feature_width
 from co2.encoders.specification import Stem
 from co2.errors import UserError, did_you_mean
 from co2.evaluation.presets import MOCO_V1, MOCO_V2
-from co2.views.specification import Augmentation
+from co2.views.specification import VIEW_SIZES, Augmentation
 
 PAPER_BACKBONE = "torchvision/resnet50"
 SEEDS = 2**63
-_VIEW_SIZES = range(4, 4097)  # in pixels; larger views would fit nowhere
 _KEYS_SHOWN = 6  # of those that do not fit
 # In what torch says of a pickle that it refuses.
 _ASKS_FOR_CODE = re.compile(r"error:.*(GLOBAL|unrecognized function|allowlisted)", re.DOTALL)
@@ -130,8 +129,8 @@ def open_subject(name: str, *, view_size: int | None = None, like: Subject | Non
     """
     if not 0 <= seed < SEEDS:
         raise UserError(f"--seed must be a whole number from 0 to 2^63 - 1; got {seed}.")
-    if view_size is not None and view_size not in _VIEW_SIZES:
-        raise UserError(f"--view-size must be from {_VIEW_SIZES[0]} to {_VIEW_SIZES[-1]} pixels; got {view_size}.")
+    if view_size is not None and view_size not in VIEW_SIZES:
+        raise UserError(f"--view-size must be from {VIEW_SIZES[0]} to {VIEW_SIZES[-1]} pixels; got {view_size}.")
     try:
         return _open(name, view_size, like, seed)
     except UserError as error:  # backbones speak the language of `co2 pretrain`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,12 +74,20 @@ class RunRecord:
 def read_run(folder: str | Path, *, name: str | None = None, seconds: float | None = None) -> RunRecord:
     """Read a run folder. `name` is what the page calls it, by default the folder's own name."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"There is no folder {folder}. Give a run folder, as `co2 pretrain --out` writes it.")
-    if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder} is not a run folder: it has no {CONFIG}. Give one that `co2 pretrain` has written.")
     try:
-        experiment = Experiment.from_json((folder / CONFIG).read_text(encoding="utf-8"))
+        settings = (folder / CONFIG).read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        if not os.path.isdir(folder):
+            raise UserError(
+                f"There is no folder {folder}. Give a run folder, as `co2 pretrain --out` writes it."
+            ) from error
+        raise UserError(
+            f"{folder} is not a run folder: it has no {CONFIG}. Give one that `co2 pretrain` has written."
+        ) from error
+    except OSError as error:
+        raise UserError(f"{folder / CONFIG} cannot be read: {error.strerror}. Make it readable to you.") from error
+    try:
+        experiment = Experiment.from_json(settings)
     except UserError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
     except (ValueError, TypeError, AttributeError) as error:

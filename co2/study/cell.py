@@ -41,7 +41,7 @@ from co2.evaluation.progress import Lines
 from co2.evaluation.protocol import write_json
 from co2.evaluation.subject import open_subject
 from co2.evaluation.suite import Circumstances, evaluate_runs
-from co2.machine import choose_device, choose_workers
+from co2.machine import choose_device, choose_workers, cores
 from co2.study.records import columns, read_record, settings_to_record, write_record
 from co2.study.settings import plain_settings
 
@@ -204,7 +204,7 @@ def made_with(device: torch.device) -> dict[str, Any]:
         "numpy": np.__version__,
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "commit": commit or None,
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -28,7 +28,7 @@ from co2.data.voc import read_detection, read_segmentation
 from co2.engine.pretrain import check_sizes
 from co2.engine.records import METRICS
 from co2.errors import UserError
-from co2.machine import choose_workers, find_device, stop_requests
+from co2.machine import choose_workers, cores, find_device, stop_requests
 from co2.study.cell import Job, TakenError, is_taken
 from co2.study.grids import TRANSFER, cost_of
 from co2.study.plan import CELLS, FAILED, Cell, Plan
@@ -448,7 +448,7 @@ def _only_settings(recorded: Mapping[str, Mapping[str, Any]]) -> dict[str, Mappi
 def _environment(jobs: int) -> dict[str, str]:
     environment = dict(os.environ)
     if jobs > 1:  # processes that share cores do more with a few threads each than with many that wait for each other
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // jobs)))
     return environment
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from co2.errors import UserError
 
-LARGEST_SIZE = 4096  # side of a view in pixels; a larger one would fit nowhere
+VIEW_SIZES = range(4, 4097)  # side of a view in pixels; a larger one would fit nowhere
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class Augmentation:
     """Each channel is divided by this at the end."""
 
     def __post_init__(self) -> None:
-        if not 4 <= self.size <= LARGEST_SIZE:
+        if self.size not in VIEW_SIZES:
             raise UserError(
-                f"A view of {self.size} pixels is too small or too large: give views.size from 4 to {LARGEST_SIZE}."
+                f"A view of {self.size} pixels is too small or too large: give views.size from {VIEW_SIZES[0]} to "
+                f"{VIEW_SIZES[-1]}."
             )
         for name in ("crop_scale", "crop_ratio", "jitter", "blur_sigma", "mean", "std"):
             if not all(map(math.isfinite, getattr(self, name))):

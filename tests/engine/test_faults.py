@@ -572,6 +572,11 @@ def test_running_out_of_gpu_memory_says_which_knob_frees_how_much(tiny, tmp_path
         pretrain(tiny(), out=tmp_path / "run")
 
 
+def test_really_running_out_of_memory_without_a_gpu(tiny, tmp_path):
+    with pytest.raises(RunError, match=r"The machine's memory ran out.*--negatives\.size"):
+        pretrain(tiny(negatives={"size": 10**14}), out=tmp_path / "run")
+
+
 @pytest.mark.gpu
 def test_really_running_out_of_gpu_memory(tiny, tmp_path):
     torch.cuda.set_per_process_memory_fraction(0.002)

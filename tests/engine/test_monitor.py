@@ -88,8 +88,3 @@ def test_a_network_for_images_of_one_size_says_so():
     encoder = build_encoder(experiment.encoder, experiment.views.size)
     with pytest.raises(UserError, match=r"vit_b_16 does not take images of 48 pixels.*--monitoring.view-size"):
         Monitor(experiment, open_data(experiment.data), CPU, workers=0).measure(encoder)
-
-
-def test_a_size_that_is_none_is_refused():
-    with pytest.raises(UserError, match=r"monitoring.view_size must be at least 4"):
-        recipes.get("demo-co2").edit(monitoring={"view_size": 0})

@@ -36,6 +36,32 @@ def test_what_a_killed_write_has_left_goes_when_the_folder_is_claimed(tiny, tmp_
         assert not os.listdir(tmp_path / "checkpoints")
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_of_something_else_is_no_run_to_go_on_with(tiny, tmp_path, resume):
+    (tmp_path / "thesis.txt").write_text("nearly done")
+    with (
+        pytest.raises(co2.UserError, match=r"not a run folder: it has no config\.json\. Choose another --out"),
+        claim_folder(tmp_path, tiny(resume=resume)),
+    ):
+        pass
+    assert os.listdir(tmp_path) == ["thesis.txt"]
+
+
+def test_settings_that_cannot_be_read_are_told_plainly(tiny, tmp_path, monkeypatch):
+    with claim_folder(tmp_path, tiny()):
+        pass
+
+    def refuse(path, **how):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(type(tmp_path), "read_text", refuse)
+    with (
+        pytest.raises(co2.UserError, match=r"config\.json cannot be read \(Permission denied\).*Make it readable"),
+        claim_folder(tmp_path, tiny(resume=True)),
+    ):
+        pass
+
+
 def test_a_name_that_is_too_long_is_told_plainly(tiny, tmp_path):
     with pytest.raises(co2.UserError, match=r"File name too long.*--out"), claim_folder(tmp_path / ("x" * 300), tiny()):
         pass

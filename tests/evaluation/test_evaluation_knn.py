@@ -13,7 +13,8 @@ from co2.data.open import open_data
 from co2.engine.pretrain import pretrain
 from co2.errors import RunError
 from co2.evaluation import features, knn, label_free, linear, semi_supervised
-from co2.evaluation.knn import PAPER, QUICK, embed, evaluate
+from co2.evaluation.features import embed
+from co2.evaluation.knn import PAPER, QUICK, evaluate
 from co2.evaluation.subject import open_subject
 
 

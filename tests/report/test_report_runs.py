@@ -78,6 +78,10 @@ def test_folders_that_are_no_runs(tmp_path: Path, make_run) -> None:
         read_run(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"no config\.json"):
         read_run(tmp_path)
+    (tmp_path / "loop").mkdir()
+    (tmp_path / "loop" / CONFIG).symlink_to(CONFIG)
+    with pytest.raises(UserError, match=r"config\.json cannot be read: .*symbolic links"):
+        read_run(tmp_path / "loop")
     run = make_run("run", epochs=2)
     (run / METRICS).unlink()
     with pytest.raises(UserError, match="not written any measurements yet"):
