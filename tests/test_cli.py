@@ -94,7 +94,7 @@ def test_bad_data_is_told_plainly_and_writes_nothing(tmp_path):
 def test_an_occupied_out_folder_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("dear to me")
     text = refused("pretrain", "demo-moco", "--data", "shapes:40:16", "--out", tmp_path, *SMALL)
-    assert "--resume" in text
+    assert "not a run folder" in text
     assert "--out" in text
     assert (tmp_path / "thesis.txt").read_text() == "dear to me"
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from co2.errors import UserError
-from co2.views.specification import VIEW_SIZES
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,5 @@ class MonitoringSpecification:
         for name in ("log_every", "evaluate_every", "health_images", "bank_images", "query_images"):
             if getattr(self, name) < 1:
                 raise UserError(f"monitoring.{name} must be at least 1; got {getattr(self, name)}.")
-        if self.view_size is not None and self.view_size not in VIEW_SIZES:
-            raise UserError(
-                f"monitoring.view_size must be from {VIEW_SIZES[0]} to {VIEW_SIZES[-1]} pixels; got {self.view_size}."
-            )
         if self.keep_every < 0:
             raise UserError(f"monitoring.keep_every must be 0 or more; got {self.keep_every}.")

@@ -230,10 +230,11 @@ def wait_for(condition, process, seconds=120):
 
 
 def test_an_occupied_folder_is_refused_with_both_remedies(tiny, tmp_path):
-    (tmp_path / "note.txt").write_text("mine")
+    run = pretrain(tiny(), out=tmp_path / "run")
+    before = sorted(os.listdir(run))
     with pytest.raises(co2.UserError, match=r"--resume.*--out"):
-        pretrain(tiny(), out=tmp_path)
-    assert os.listdir(tmp_path) == ["note.txt"]
+        pretrain(tiny(), out=run)
+    assert sorted(os.listdir(run)) == before
 
 
 def test_resuming_nothing_or_something_else_is_refused(tiny, tmp_path):
