@@ -295,7 +295,15 @@ def _published_table(results: Results) -> str:
         ]
         for one in found
     ]
-    introduction = f"Published, and the same method here where it was trained as long ({results.base.epochs} epochs):"
+    if any(one.epochs is not None for one in found):
+        introduction = (
+            f"Published, and the same method here where it was trained as long ({results.base.epochs} epochs):"
+        )
+    else:  # nobody has published what is measured here
+        introduction = (
+            "Published of other images and networks, as the setting says, and the same method here. Differences "
+            "between methods may be compared, values not:"
+        )
     return f"{introduction}\n\n" + _table(["published", "measure", "value", "here", "setting", "source"], lines)
 
 

@@ -194,6 +194,7 @@ def test_published_numbers_stand_beside_those_of_the_same_method(planned, write_
     assert "| MoCo, asymmetric | kNN top-1 of embeddings (%) | 88.7 |  |" in text  # at 800 epochs
     assert "| MoCo | kNN top-1 (%) | 84.7 | 56.00 ± 1.00 |" in text
     assert "| 91.0 |  |" in text
+    assert "where it was trained as long (200 epochs)" in text
     assert "63.6" not in text  # ImageNet-100's
     measures = frozenset({"knn.top1", "linear.top1", "train.top1"})
     assert {one.value for one in published_for("x/tiny-imagenet-100", measures)} == {63.6, 69.2, 61.2, 97.57, 95.26}
@@ -201,6 +202,15 @@ def test_published_numbers_stand_beside_those_of_the_same_method(planned, write_
         assert published_for(other, measures) == []
     assert len(published_for("my/pictures", frozenset({"svm.mAP_11point", "segmentation.mIoU"}))) == 8
     assert len(PUBLISHED) == len(set(PUBLISHED))
+
+
+def test_published_numbers_of_other_images_are_not_said_to_be_comparable(planned, write_cell):
+    folder, plan = planned("claim", data="tiny-imagenet-100", epochs=60)
+    write_cell(folder, plan, "claim", "moco", 0, {"linear.top1": 36.0})
+    text = markdown_text(gather(folder, plan, "claim"))
+    assert "| MoCo | linear top-1 (%) | 63.6 | 36.00 |" in text
+    assert "of other images and networks" in text
+    assert "trained as long" not in text
 
 
 def test_numbers_on_a_validation_part_say_so_and_stand_beside_nothing_published(planned, write_cell):
