@@ -16,7 +16,7 @@ from co2.engine.specification import ExecutionSpecification, MonitoringSpecifica
 from co2.errors import UserError, did_you_mean
 from co2.machine import check_workers
 from co2.objective.specification import NegativesSpecification, ObjectiveSpecification
-from co2.views.specification import VIEW_SIZES, Augmentation
+from co2.views.specification import Augmentation
 
 # What may change between a run and its continuation: where it stands and what it runs on, not what it is.
 CIRCUMSTANCES = ("data", "out", "resume", "device", "workers", "execution")
@@ -65,11 +65,6 @@ class Experiment:
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed must be a whole number from 0 to 2^63 - 1; got {self.seed}.")
         check_workers(self.workers)
-        if self.monitoring.view_size is not None and self.monitoring.view_size not in VIEW_SIZES:
-            raise UserError(
-                f"--monitoring.view-size must be from {VIEW_SIZES[0]} to {VIEW_SIZES[-1]} pixels; got "
-                f"{self.monitoring.view_size}."
-            )
         if self.negatives.source == "queue" and self.encoder.shuffle_keys and self.encoder.groups == 1:
             raise UserError(
                 "Shuffled keys with one group of batch statistics do nothing: every key would still be normalised "

@@ -109,6 +109,13 @@ def choose_workers(asked: int, local_processes: int = 1) -> int:
     return min(16, max(0, cores() // local_processes - 1))
 
 
+def ran_out_of_memory(error: Exception) -> bool:
+    """Whether that is what an error says, of a GPU or of the machine, for which torch has no error of its own."""
+    import torch
+
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def check_workers(asked: int) -> None:
     """Whether so many processes can be meant."""
     if not -1 <= asked <= MOST_WORKERS:

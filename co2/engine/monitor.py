@@ -14,7 +14,6 @@ from co2.data.open import DataSplits
 from co2.data.source import ImageSource
 from co2.encoders.encoder import Encoder
 from co2.encoders.features import evaluation_mode, extract
-from co2.errors import UserError
 from co2.measures.knn import knn_accuracy
 from co2.measures.label_free import alignment, effective_rank, mean_norm, uniformity
 from co2.views.loader import Batch, ViewLoader, plain_batches
@@ -31,13 +30,11 @@ class Monitor:
         self.experiment = experiment
         self.device = device
         self.workers = workers
-        self.view_size = limits.view_size or experiment.views.size
         self.health = splits.train.spread(limits.health_images)
         self.bank = splits.bank.spread(limits.bank_images) if splits.bank is not None else None
         self.queries = splits.test.spread(limits.query_images) if splits.test is not None else None
         # Small pictures keep a GPU busy only in large batches.
-        self.largest_side = max(self.view_size, experiment.views.size)
-        self.batch_size = 2048 if device.type == "cuda" and self.largest_side <= 64 else 256
+        self.batch_size = 2048 if device.type == "cuda" and experiment.views.size <= 64 else 256
         self._kept: dict[str, list[Batch]] = {}
 
     def measure(self, encoder: Encoder) -> dict[str, float]:
@@ -84,23 +81,16 @@ class Monitor:
 
     def _labelled_features(self, encoder: Encoder, name: str, source: ImageSource) -> tuple[Tensor, Tensor]:
         assert source.labels is not None
-        batches = self._once(name, source, lambda: plain_batches(source, self.view_size, self.batch_size, self.workers))
-        try:
-            features, images = self._extract(encoder.backbone, batches)  # [N, F], [N]
-        except (AssertionError, RuntimeError, ValueError) as error:  # as models for images of one size raise them
-            if self.view_size == self.experiment.views.size or isinstance(error, torch.cuda.OutOfMemoryError):
-                raise
-            raise UserError(
-                f"{self.experiment.encoder.backbone} does not take images of {self.view_size} pixels: {error} "
-                f"Leave --monitoring.view-size out, or give it {self.experiment.views.size}."
-            ) from error
+        size = self.experiment.views.size
+        batches = self._once(name, source, lambda: plain_batches(source, size, self.batch_size, self.workers))
+        features, images = self._extract(encoder.backbone, batches)  # [N, F], [N]
         return features, torch.from_numpy(source.labels)[images]
 
     def _once(self, name: str, source: ImageSource, make: Callable[[], Iterator[Batch]]) -> Iterable[Batch]:
         """The batches that `make` makes, kept for the next time if they take little memory."""
         if name in self._kept:
             return self._kept[name]
-        if 2 * len(source) * 3 * self.largest_side**2 > KEPT_BYTES:
+        if 2 * len(source) * 3 * self.experiment.views.size**2 > KEPT_BYTES:
             return make()
         self._kept[name] = [replace(batch, views=batch.views.to(self.device)) for batch in make()]
         return self._kept[name]

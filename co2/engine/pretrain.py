@@ -43,7 +43,7 @@ from co2.engine.records import (
 )
 from co2.engine.trainer import MEASURED, Trainer, check_step
 from co2.errors import RunError, UserError
-from co2.machine import choose_device, choose_workers, stop_requests, stream_of_its_own
+from co2.machine import choose_device, choose_workers, ran_out_of_memory, stop_requests, stream_of_its_own
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch
 
@@ -503,7 +503,7 @@ def _explained(run: Path) -> Iterator[None]:
     except torch.cuda.OutOfMemoryError as error:
         raise RunError(memory_advice(run)) from error
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error):  # torch has no kind for it
+        if not ran_out_of_memory(error):
             raise
         raise RunError(
             "The machine's memory ran out. A smaller --batch-size, --views.size, --negatives.size or "

@@ -90,9 +90,6 @@ class MonitoringSpecification:
     """At most this many labelled images are looked up by the kNN classifier."""
     query_images: int = 10_000
     """At most this many labelled images are classified by it."""
-    view_size: int | None = None
-    """Side of the images that the kNN classifier sees, in pixels, if not that of the views. Random crops show things
-    larger than they are in whole images, so that a network may do best on images larger than its views."""
     checkpoint_minutes: float = 15.0
     """Longest time between two checkpoints; one is also written after every epoch that is not shorter than
     checkpoint_seconds."""

@@ -20,6 +20,7 @@ from co2.evaluation.presets import ALL, PROTOCOLS, Preset, check_given, protocol
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.subject import SEEDS, Subject, open_subject
+from co2.machine import ran_out_of_memory
 
 _FEWEST_CHECKPOINTS = 3  # fewer have no order to speak of
 
@@ -160,7 +161,7 @@ def evaluate_runs(
                 progress=circumstances.progress,
             )
         except (MemoryError, RuntimeError) as error:
-            if not _ran_out_of_memory(error):
+            if not ran_out_of_memory(error):
                 raise
             raise RunError(f"{protocol}: the memory is not enough. {_remedy(protocol, settings)}") from error
         made = made_with(circumstances.device) | {"seconds": round(time.perf_counter() - begun, 2)}
@@ -182,11 +183,6 @@ def late_milestones(protocol: str, settings: Any) -> list[float]:
     ends = {"linear": "epochs", "semi-supervised": "epochs", "detection": "iterations"}
     end = getattr(settings, ends[protocol]) if protocol in ends else 1  # those of segmentation are shares of it
     return [milestone for milestone in getattr(settings, "milestones", ()) if milestone >= end]
-
-
-def _ran_out_of_memory(error: Exception) -> bool:
-    # On a CPU torch has no error of its own for it.
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _remedy(protocol: str, settings: Any) -> str:

@@ -1,6 +1,5 @@
 """What a run measures about itself."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -8,9 +7,8 @@ from co2 import recipes
 from co2.data.open import open_data
 from co2.encoders.encoder import build_encoder
 from co2.engine.monitor import Monitor
-from co2.errors import UserError
 from co2.measures.knn import knn_accuracy
-from co2.views.transform import normalise, plain_view
+from co2.views.transform import normalise
 
 CPU = torch.device("cpu")
 
@@ -51,40 +49,3 @@ def test_features_are_judged_without_the_head():
     flattened, _ = measured(flat)
     assert flattened["knn_top1"] == numbers["knn_top1"]
     assert flattened["knn_embedding_top1"] < numbers["knn_embedding_top1"]
-
-
-def test_pictures_may_be_judged_at_another_size_than_that_of_the_views():
-    """The oracle classifies pictures of 48 pixels by hand; the views of the run have 32."""
-    experiment = recipes.get("demo-co2").edit(
-        data="shapes:60:32", monitoring={"health_images": 16, "view_size": 48}, views={"size": 32}
-    )
-    torch.manual_seed(0)
-    encoder = build_encoder(experiment.encoder, experiment.views.size)
-    splits = open_data(experiment.data)
-    numbers = Monitor(experiment, splits, CPU, workers=0).measure(encoder)
-    encoder.eval()
-    bank, queries = (
-        torch.cat(
-            [
-                encoder.backbone(normalise(plain_view(picture, 48)[None], experiment.views)).detach()
-                for picture in map(source.image, range(len(source)))
-            ]
-        )
-        for source in (splits.bank, splits.test)
-    )
-    labels = [torch.from_numpy(source.labels) for source in (splits.bank, splits.test)]
-    expected = knn_accuracy(bank, labels[0], queries, labels[1], classes=len(splits.bank.classes))
-    assert numbers["knn_top1"] == expected.top1
-    plain = experiment.edit(monitoring={"view_size": None})
-    assert Monitor(plain, splits, CPU, workers=0).measure(encoder)["knn_top1"] != expected.top1
-
-
-def test_a_network_for_images_of_one_size_says_so():
-    experiment = recipes.get("demo-co2").edit(
-        data="shapes:60:32",
-        encoder={"backbone": "torchvision/vit_b_16", "stem": "standard"},
-        monitoring={"health_images": 16, "view_size": 48},
-    )
-    encoder = build_encoder(experiment.encoder, experiment.views.size)
-    with pytest.raises(UserError, match=r"vit_b_16 does not take images of 48 pixels.*--monitoring.view-size"):
-        Monitor(experiment, open_data(experiment.data), CPU, workers=0).measure(encoder)
