@@ -30,6 +30,7 @@ from co2.config import Experiment
 from co2.encoders.backbones import build_backbone
 from co2.encoders.specification import Stem
 from co2.errors import RunError, UserError
+from co2.files import WRITING, appearing_when_whole, write_atomically
 from co2.views.specification import VIEW_SIZES
 
 CONFIG = "config.json"
@@ -37,7 +38,6 @@ BACKBONE = "backbone.safetensors"
 CHECKPOINTS = "checkpoints"
 CHECKSUM = ".sha256"
 DAMAGED = ".damaged"  # after the name of a checkpoint that was passed over
-WRITING = ".writing"  # after the name of a file that is not whole yet
 KEPT = 3  # checkpoints that stay; older ones are removed once a newer one is safe
 
 
@@ -78,7 +78,11 @@ def write_checkpoint(run: Path, state: Mapping[str, Any], step: int, keep_every:
     path = folder / f"step-{step:09d}.pt"
     digest = hashlib.sha256()
 
-    def save_and_sum(file: BinaryIO) -> None:
+    def sum_is_known(_: Path) -> None:
+        # Before the checkpoint has its name: one that can be found has its checksum.
+        write_atomically(path.with_suffix(CHECKSUM), f"{digest.hexdigest()}  {path.name}\n".encode())
+
+    with appearing_when_whole(path, before_rename=sum_is_known) as file:
         summing = _Summing(file, digest)
         try:
             with io.BufferedWriter(summing) as buffered:
@@ -87,13 +91,6 @@ def write_checkpoint(run: Path, state: Mapping[str, Any], step: int, keep_every:
             if summing.failure is not None:
                 raise summing.failure from None  # what the disk said; torch hides it behind an error of its own
             raise
-
-    def sum_is_known(_: Path) -> None:
-        # Before the checkpoint has its name: one that can be found has its checksum.
-        text = f"{digest.hexdigest()}  {path.name}\n"
-        write_atomically(path.with_suffix(CHECKSUM), lambda file: file.write(text.encode()))
-
-    write_atomically(path, save_and_sum, before_rename=sum_is_known)
     # Later ones are not this run's, which has just come here; they must not push out what it has written.
     up_to_here = [one for one in checkpoints(run) if _step_of(one) <= step]
     for old in up_to_here[:-KEPT]:
@@ -229,29 +226,6 @@ def _copy_to_cpu(value: Any) -> Any:
     return value
 
 
-def write_atomically(
-    path: Path, write: Callable[[BinaryIO], object], before_rename: Callable[[Path], object] | None = None
-) -> None:
-    """Write a file so that it is either there as a whole or not at all, even if the power fails."""
-    temporary = path.with_name(path.name + WRITING)
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        if before_rename is not None:
-            before_rename(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)  # of no use to anybody, and on a full disk in the way
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name itself
-    finally:
-        os.close(folder)
-
-
 def save_backbone(path: Path, backbone: nn.Module, experiment: Experiment) -> None:
     """Write the backbone's weights under the names that the plain torchvision or timm model gives them."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in backbone.state_dict().items()}
@@ -264,7 +238,7 @@ def save_backbone(path: Path, backbone: nn.Module, experiment: Experiment) -> No
         "std": json.dumps(experiment.views.std),
         "recipe": experiment.recipe,
     }
-    write_atomically(path, lambda file: file.write(save(tensors, metadata=description)))
+    write_atomically(path, save(tensors, metadata=description))
 
 
 def load_backbone(run: str | Path, classes: int = 0) -> nn.Module:

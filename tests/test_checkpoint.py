@@ -1,7 +1,6 @@
 import errno
 import os
 import pickle
-import stat
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from co2.checkpoint import (
     read_checkpoint,
     remove_unfinished,
     save_backbone,
-    write_atomically,
     write_checkpoint,
 )
 from co2.encoders.backbones import build_backbone
@@ -57,18 +55,7 @@ def test_no_checkpoint_is_none(tmp_path):
     assert newest_sound_checkpoint(tmp_path, print) is None
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-
-    def fail(file):
-        file.write(b"half of the n")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(path, fail)
-    assert path.read_bytes() == b"old"
-    # What is left of the failed attempt is no checkpoint to anybody.
+def test_what_is_left_of_a_failed_write_is_no_checkpoint_to_anybody(tmp_path):
     write_checkpoint(tmp_path, {"step": 1}, 1)
     (tmp_path / "checkpoints" / "step-000000002.pt.writing").write_bytes(b"half")
     assert checkpoints(tmp_path)[-1].name == "step-000000001.pt"
@@ -254,8 +241,3 @@ def test_load_backbone_explains_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("co2.checkpoint.safe_open", refuse)
     with pytest.raises(co2.UserError, match=r"not a readable safetensors file: .*Permission denied"):
         load_backbone(tmp_path)
-
-
-def test_files_are_readable_by_others_as_the_user_set_it(tmp_path):
-    write_atomically(tmp_path / "file", lambda file: file.write(b"x"))
-    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) & 0o400

@@ -14,6 +14,7 @@ PACKAGE = Path(co2.__file__).parent
 # A room may import from itself and from the rooms before it.
 ORDER = [
     "errors",
+    "files",
     "machine",
     "philox",
     "data",

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 from co2.data.source import in_words, printable
 from co2.errors import UserError
+from co2.files import write_atomically
 
-WRITING = ".writing"  # after the name of a file that is not whole yet
 _LOCK = ".lock"
 
 
@@ -66,13 +66,4 @@ def claimed(folder: str, foreign: Callable[[set[str]], set[str]]) -> Iterator[No
 
 def write_json(path: str, value: object) -> None:
     """A file that is there as a whole or not at all, also after the power has failed."""
-    with open(path + WRITING, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + WRITING, path)
-    number = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+    write_atomically(path, json.dumps(value, indent=1).encode())

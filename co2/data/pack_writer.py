@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from co2.data.decode import decode_image
-from co2.data.destination import WRITING, claimed, write_json
+from co2.data.destination import claimed, write_json
 from co2.data.fingerprint import fingerprint, name_bytes
 from co2.data.open import open_splits
 from co2.data.packed import (
@@ -41,6 +41,7 @@ from co2.data.plain_jpeg import plain_frame
 from co2.data.source import BadImage, ImageSource, Progress, in_words, printable
 from co2.data.workers import WorkerLost, in_parts, results_of
 from co2.errors import RunError, UserError
+from co2.files import WRITING
 from co2.machine import cores
 
 SHORTER_SIDE, QUALITY = 256, 90

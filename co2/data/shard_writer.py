@@ -9,11 +9,11 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from co2.data.destination import WRITING, claimed, write_json
+from co2.data.destination import claimed, write_json
 from co2.data.fingerprint import fingerprint
 from co2.data.open import open_splits
 from co2.data.packed import read_json
@@ -21,6 +21,7 @@ from co2.data.shard_storage import index_of
 from co2.data.shards import CLASSES_FILE, MANIFEST
 from co2.data.source import HELD_OUT, BadImage, ImageSource, Progress, in_words, printable
 from co2.errors import RunError, UserError
+from co2.files import WRITING, appearing_when_whole
 
 SIZE_MIB = 512
 _SHARD = rf"({'|'.join(('train', *HELD_OUT))})-\d{{6}}\.tar"
@@ -135,7 +136,7 @@ class _SplitWriter:
                 break
             path = self._path(self.shards)
             size = written = 0
-            with _appearing_when_whole(path) as archive:
+            with _new_tar(path) as archive:
                 for index, members in itertools.chain([first], samples):
                     for name, data in members:
                         _add(archive, name, data)
@@ -191,20 +192,13 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 @contextmanager
-def _appearing_when_whole(path: str) -> Iterator[tarfile.TarFile]:
+def _new_tar(path: str) -> Iterator[tarfile.TarFile]:
     """A tar file that has its name only once it is complete and on the disk."""
-    unfinished = path + WRITING
-    try:
-        with open(unfinished, "wb") as file:
-            with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-                yield archive
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        with suppress(OSError):
-            os.remove(unfinished)
-        raise
+    with (
+        appearing_when_whole(path) as file,
+        tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive,
+    ):
+        yield archive
 
 
 def _foreign(present: set[str]) -> set[str]:

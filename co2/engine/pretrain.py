@@ -22,7 +22,6 @@ from co2.checkpoint import (
     checkpoints,
     newest_sound_checkpoint,
     save_backbone,
-    write_atomically,
 )
 from co2.config import Experiment
 from co2.data.fingerprint import fingerprint_of_names
@@ -43,6 +42,7 @@ from co2.engine.records import (
 )
 from co2.engine.trainer import MEASURED, Trainer, check_step
 from co2.errors import RunError, UserError
+from co2.files import write_atomically
 from co2.machine import choose_device, choose_workers, ran_out_of_memory, stop_requests, stream_of_its_own
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch
@@ -394,9 +394,7 @@ class Run:
     def _give_up_loss(self, step: int, images: list[int]) -> NoReturn:
         """The loss is not a number any more: say when, on which images, and what to try."""
         names = self.folder / NAN_BATCH
-        write_atomically(
-            names, lambda file: file.write("".join(f"{self.train.describe(i)}\n" for i in images).encode())
-        )
+        write_atomically(names, "".join(f"{self.train.describe(i)}\n" for i in images).encode())
         self._give_up(
             f"The loss became NaN or infinite at step {step:,}; the {len(images)} images of that batch are listed in "
             f"{names}."

@@ -15,10 +15,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from co2.checkpoint import CONFIG, WRITING, remove_unfinished, write_atomically
+from co2.checkpoint import CONFIG, remove_unfinished
 from co2.config import Experiment, differences
 from co2.data.source import ImageSource
 from co2.errors import RunError, UserError
+from co2.files import WRITING, write_atomically
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -46,7 +47,7 @@ def claim_folder(run: Path, experiment: Experiment) -> Iterator[None]:
                 _refuse_other_settings(run, experiment)
                 remove_unfinished(run)
             else:
-                write_atomically(run / CONFIG, lambda file: file.write(experiment.to_json().encode()))
+                write_atomically(run / CONFIG, experiment.to_json().encode())
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise RunError(
@@ -194,7 +195,7 @@ def _drop_after(path: Path, step: int) -> float:
         if row is not None and step > 0 and row["step"] <= step:
             kept.append(line + "\n")
             seconds = row.get("seconds", seconds)
-    write_atomically(path, lambda file: file.write("".join(kept).encode()))
+    write_atomically(path, "".join(kept).encode())
     return seconds
 
 
@@ -219,5 +220,5 @@ def _names_in_order(path: Path) -> set[str]:
             reasons.setdefault(name, reason)
     in_order = "".join(f"{name}\t{reason}\n" for name, reason in reasons.items())
     if in_order != text:
-        write_atomically(path, lambda file: file.write(in_order.encode()))
+        write_atomically(path, in_order.encode())
     return set(reasons)

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from co2.checkpoint import write_atomically
 from co2.errors import RunError
+from co2.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Evaluation:
 def write_json(path: Path, value: Any) -> None:
     """A file of JSON, whole or not at all."""
     text = as_json(value) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+    write_atomically(path, text.encode())
 
 
 def as_json(value: Any) -> str:

@@ -30,7 +30,7 @@ import torch
 import torchvision
 
 import co2
-from co2.checkpoint import BACKBONE, CHECKPOINTS, CONFIG, write_atomically
+from co2.checkpoint import BACKBONE, CHECKPOINTS, CONFIG
 from co2.config import Experiment, differences
 from co2.data.open import open_data
 from co2.engine.pretrain import Stopped, pretrain
@@ -41,6 +41,7 @@ from co2.evaluation.progress import Lines
 from co2.evaluation.protocol import write_json
 from co2.evaluation.subject import open_subject
 from co2.evaluation.suite import Circumstances, evaluate_runs
+from co2.files import write_atomically
 from co2.machine import choose_device, choose_workers, cores
 from co2.study.records import columns, read_record, settings_to_record, write_record
 from co2.study.settings import plain_settings
@@ -244,7 +245,7 @@ def _read_sessions(path: Path) -> list[dict[str, Any]]:
 
 
 def _write_sessions(path: Path, sessions: list[Any]) -> None:
-    write_atomically(path, lambda file: file.write((json.dumps(sessions) + "\n").encode()))
+    write_atomically(path, (json.dumps(sessions) + "\n").encode())
 
 
 def _seconds(run: Path, train: list[dict[str, Any]], experiment: Experiment) -> dict[str, float | int]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from co2.config import Experiment, differences
 from co2.errors import UserError
+from co2.files import write_atomically
 from co2.study.grids import Variant
 from co2.study.settings import changed, plain_settings
 
@@ -98,11 +99,8 @@ def write_plan(folder: Path, plan: Plan) -> None:
         "view_size": plan.view_size,
         "studies": {name: dataclasses.asdict(grid) for name, grid in plan.grids.items()},
     }
-    from co2.checkpoint import write_atomically  # imports torch
-
-    text = json.dumps(plain, indent=1) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / PLAN, lambda file: file.write(text.encode()))
+    write_atomically(folder / PLAN, (json.dumps(plain, indent=1) + "\n").encode())
 
 
 def read_plan(folder: Path) -> Plan | None:

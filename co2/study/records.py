@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from co2.checkpoint import write_atomically
 from co2.config import Experiment, differences
 from co2.errors import UserError
+from co2.files import write_atomically
 from co2.study.plan import CELLS, FAILED, Cell, Plan
 
 DATA_NUMBERS = ("train", "bank", "test", "classes")
@@ -94,7 +94,7 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
     """One line for each part, so that a person can find their way and a curve does not take a thousand lines."""
     parts = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in content.items())
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda file: file.write(f"{{\n{parts}\n}}\n".encode()))
+    write_atomically(path, f"{{\n{parts}\n}}\n".encode())
 
 
 def mismatches(record: CellRecord, cell: Cell, plan: Plan, data: Mapping[str, Any] | None = None) -> list[str]:

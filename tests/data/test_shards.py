@@ -762,7 +762,7 @@ def test_a_full_disk_keeps_what_is_whole(tmp_path: Path, monkeypatch: pytest.Mon
 
     def full(descriptor: int) -> None:
         calls.append(descriptor)
-        if len(calls) == 5:  # after the manifest and two shards
+        if len(calls) == 7:  # after the manifest and two shards, each with the name that it gets
             raise OSError(28, "No space left on device")
         fsync(descriptor)
 
