@@ -38,6 +38,7 @@ def test_edit_refuses_a_setting_that_does_not_exist():
         ({"objective": {"tau_instance": 0.0}}, "above 0"),
         ({"objective": {"tau_consistency": -0.1}}, "above 0"),
         ({"objective": {"label_smoothing": 1.0}}, "label_smoothing"),
+        ({"objective": {"ramp_up": 1.5}}, "ramp_up is a share of the run"),
         ({"negatives": {"size": 0}}, "size"),
         ({"negatives": {"momentum": 1.0}}, "momentum"),
         ({"negatives": {"source": "in-batch", "symmetric": True}}, "symmetric"),

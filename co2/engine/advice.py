@@ -45,7 +45,8 @@ class Advisor:
                 "collapse",
                 f"The features have collapsed: all images get nearly the same one (uniformity "
                 f"{values['uniformity']:.3f}, effective rank {values['effective_rank']:.1f}). Lower the learning rate "
-                "(--optimisation.base-learning-rate) or --objective.alpha, or raise --negatives.momentum.",
+                "(--optimisation.base-learning-rate) or --objective.alpha, let alpha rise (--objective.ramp-up 0.5), "
+                "or raise --negatives.momentum.",
             )
         return []
 

@@ -1,10 +1,11 @@
-"""The learning rate as a pure function of the step."""
+"""The learning rate, and the weight of the consistency term, as pure functions of the step."""
 
 from __future__ import annotations
 
 import math
 
 from co2.engine.specification import OptimisationSpecification
+from co2.objective.specification import ObjectiveSpecification
 
 
 def learning_rate(specification: OptimisationSpecification, peak: float, step: int, steps: int) -> float:
@@ -17,3 +18,11 @@ def learning_rate(specification: OptimisationSpecification, peak: float, step: i
         return peak * float(specification.step_factor**passed)
     after_warm_up = (progress - specification.warm_up) / (1 - specification.warm_up)
     return peak * 0.5 * (1 + math.cos(math.pi * after_warm_up))
+
+
+def consistency_weight(specification: ObjectiveSpecification, step: int, steps: int) -> float:
+    """alpha of step 0..steps-1: risen to its value after `ramp_up` of the run (Laine and Aila 2017, section 2.1)."""
+    progress = step / steps
+    if progress >= specification.ramp_up:
+        return specification.alpha
+    return specification.alpha * math.exp(-5 * (1 - progress / specification.ramp_up) ** 2)

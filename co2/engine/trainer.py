@@ -16,7 +16,7 @@ from co2.engine.capture import CapturedStep
 from co2.engine.distributed import ALONE, Processes
 from co2.engine.mechanisms import build_mechanism
 from co2.engine.optimisers import build_optimiser
-from co2.engine.schedule import learning_rate
+from co2.engine.schedule import consistency_weight, learning_rate
 from co2.engine.specification import Step
 from co2.errors import UserError
 from co2.objective.contrast import contrast
@@ -70,7 +70,9 @@ class Trainer:
             torch.backends.cudnn.deterministic = experiment.execution.deterministic
         processes.divide_statistics(self.mechanism, experiment.encoder.groups)
         self.compare = processes.data_parallel(self.mechanism)
+        # Where a captured step reads them: what changes from step to step.
         self.rate = torch.zeros((), device=device) if on_gpu else 0.0
+        self.alpha = torch.zeros((), device=device)
         self.optimiser = build_optimiser(self.mechanism, experiment.optimisation, self.rate)
         self.autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu)
         self.step = 0
@@ -102,6 +104,7 @@ class Trainer:
         Of several processes each has b of the B images; the mean of what they return is that of the batch.
         """
         self._set_rate(self.learning_rate())
+        self.alpha.fill_(consistency_weight(self.experiment.objective, self.step, self.steps))
         views = batch.views.to(self.device, non_blocking=True)  # [V, b, 3, S, S] uint8
         images = batch.indices.to(self.device, non_blocking=True)  # [b]
         self._share = self.processes.share(batch.total, self.experiment.encoder.groups)
@@ -157,7 +160,7 @@ class Trainer:
         assert terms.consistency is not None
         instance, consistency = terms.instance.mean(), terms.consistency.mean()
         # Without CO2 the consistency term is still measured, as in the paper's training curves, but not trained on.
-        loss = instance + objective.alpha * consistency if objective.alpha > 0 else instance
+        loss = instance + self.alpha * consistency if objective.alpha > 0 else instance
         loss = self.mechanism.directions * loss
         lap("loss")
         self.optimiser.zero_grad(set_to_none=True)

@@ -17,6 +17,9 @@ class ObjectiveSpecification:
 
     alpha: float = 0.0
     """Weight of the consistency term. At 0 the term is measured but not trained on: plain MoCo, SimCLR or InsDisc."""
+    ramp_up: float = 0.0
+    """Share of the run over which alpha rises from 0 to its value, as consistency terms do elsewhere (Laine and Aila
+    2017). At 0, as in the paper, it has its value from the first step on."""
     tau_instance: float = 0.2
     """Temperature of instance discrimination (InfoNCE)."""
     tau_consistency: float = 0.05
@@ -32,6 +35,8 @@ class ObjectiveSpecification:
     def __post_init__(self) -> None:
         if not self.alpha >= 0:
             raise UserError(f"objective.alpha must be 0 or more; got {self.alpha}.")
+        if not 0 <= self.ramp_up <= 1:
+            raise UserError(f"objective.ramp_up is a share of the run, between 0 and 1; got {self.ramp_up}.")
         for name in ("tau_instance", "tau_consistency"):
             if not getattr(self, name) > 0:
                 raise UserError(f"objective.{name} is a temperature and must be above 0; got {getattr(self, name)}.")

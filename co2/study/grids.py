@@ -21,8 +21,9 @@ SEEDS = (0, 1, 2)
 ALPHAS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
 TAUS = (0.02, 0.04, 0.07, 0.1, 0.2)
 LABEL_SMOOTHING = 0.1  # the paper says "a small constant" without a number; the usual choice (Szegedy et al. 2016)
-PAPER_V1 = {"objective.alpha": 10.0, "objective.tau_consistency": 0.04}  # paper, section 3.1
-PAPER_V2 = {"objective.alpha": 0.3, "objective.tau_consistency": 0.05}
+PAPER_V1 = {"objective.alpha": 10.0, "objective.tau_consistency": 0.04, "objective.ramp_up": 0.0}  # section 3.1
+PAPER_V2 = {"objective.alpha": 0.3, "objective.tau_consistency": 0.05, "objective.ramp_up": 0.0}
+WITHOUT = {"objective.alpha": 0.0, "objective.ramp_up": 0.0}  # the term is measured, and not trained on
 QUICK = ("knn", "linear")
 TRANSFER = ("svm", "detection", "segmentation")
 # The same method on the other two sources of negatives, for images of the same size.
@@ -32,7 +33,13 @@ SIBLINGS = {
     "co2-v2": ("co2-simclr", "co2-insdisc"),
 }
 # What `name_of` says of an experiment.
-_NAMED = ("objective.alpha", "objective.tau_consistency", "objective.label_smoothing", "negatives.symmetric")
+_NAMED = (
+    "objective.alpha",
+    "objective.tau_consistency",
+    "objective.ramp_up",
+    "objective.label_smoothing",
+    "negatives.symmetric",
+)
 _METHODS = {"queue": ("moco", "MoCo"), "in-batch": ("simclr", "SimCLR"), "memory-bank": ("insdisc", "InsDisc")}
 
 
@@ -77,22 +84,24 @@ class Study:
 
 
 def name_of(experiment: Experiment) -> str:
-    """A name that says what the objective is: moco, moco-symmetric-co2-a1-t0.04, simclr-smoothing-0.1."""
+    """A name that says what the objective is: moco, moco-symmetric-co2-a1-t0.04-r0.5, simclr-smoothing-0.1."""
     objective, negatives = experiment.objective, experiment.negatives
     parts = [_METHODS[negatives.source][0]]
     parts += ["symmetric"] if negatives.symmetric else []
     parts += [f"smoothing-{objective.label_smoothing:g}"] if objective.label_smoothing else []
     parts += [f"co2-a{objective.alpha:g}-t{objective.tau_consistency:g}"] if objective.alpha else []
+    parts += [f"r{objective.ramp_up:g}"] if objective.alpha and objective.ramp_up else []
     return "-".join(parts)
 
 
 def label_of(experiment: Experiment) -> str:
-    """The same for people: MoCo + CO2 (α=1, τ=0.04)."""
+    """The same for people: MoCo + CO2 (α=1, τ=0.04), with "ramp 0.5" where alpha rises over half of the run."""
     objective, negatives = experiment.objective, experiment.negatives
     label = _METHODS[negatives.source][1] + (", symmetric" if negatives.symmetric else "")
     label += f" + label smoothing {objective.label_smoothing:g}" if objective.label_smoothing else ""
     if objective.alpha:
-        label += f" + CO2 (α={objective.alpha:g}, τ={objective.tau_consistency:g})"
+        ramp = f", ramp {objective.ramp_up:g}" if objective.ramp_up else ""
+        label += f" + CO2 (α={objective.alpha:g}, τ={objective.tau_consistency:g}{ramp})"
     return label
 
 
@@ -134,7 +143,7 @@ def _variant(
 
 def _pair(wanted: Wanted, changes: Mapping[str, Any]) -> list[Variant]:
     """A method without the consistency term, and with it."""
-    alone = _variant(wanted, {**changes, "objective.alpha": 0.0})
+    alone = _variant(wanted, {**changes, **WITHOUT})
     return [alone, _variant(wanted, changes, baseline=alone.name)]
 
 
@@ -151,7 +160,7 @@ def claim(wanted: Wanted) -> list[Variant]:
     symmetric loss, where a queue has one."""
     _with_consistency(wanted)
     alone, consistent = _pair(wanted, {})
-    smoothing = {"objective.alpha": 0.0, "objective.label_smoothing": LABEL_SMOOTHING}
+    smoothing = {**WITHOUT, "objective.label_smoothing": LABEL_SMOOTHING}
     variants = [alone, consistent, _variant(wanted, smoothing, baseline=alone.name)]
     variants += [_variant(wanted, paper, baseline=alone.name, published=False) for paper in (PAPER_V1, PAPER_V2)]
     if wanted.base.negatives.source == "queue" and not wanted.base.negatives.symmetric:
@@ -162,7 +171,7 @@ def claim(wanted: Wanted) -> list[Variant]:
 def alpha(wanted: Wanted) -> list[Variant]:
     """The weight of the consistency term (paper, figure on hyper-parameters, left): tau_con as in the base."""
     _with_consistency(wanted)
-    baseline = _variant(wanted, {"objective.alpha": 0.0}, place=0.0)
+    baseline = _variant(wanted, WITHOUT, place=0.0)
     weights = sorted({*wanted.alphas, wanted.base.objective.alpha} - {0.0})
     return [baseline] + [
         _variant(
@@ -179,7 +188,7 @@ def alpha(wanted: Wanted) -> list[Variant]:
 def tau(wanted: Wanted) -> list[Variant]:
     """The temperature of the consistency term (the same figure, right): alpha as in the base."""
     _with_consistency(wanted)
-    baseline = _variant(wanted, {"objective.alpha": 0.0})
+    baseline = _variant(wanted, WITHOUT)
     temperatures = sorted({*wanted.taus, wanted.base.objective.tau_consistency})
     return [baseline] + [
         _variant(
@@ -197,7 +206,7 @@ def alpha_tau(wanted: Wanted) -> list[Variant]:
     """Both together, each weight with each temperature: how strong the term is depends on both, and so does the best
     value of either on the other."""
     _with_consistency(wanted)
-    baseline = _variant(wanted, {"objective.alpha": 0.0}, place=0.0)
+    baseline = _variant(wanted, WITHOUT, place=0.0)
     own = wanted.base.objective
     variants = [baseline]
     for temperature in sorted({*wanted.taus, own.tau_consistency}):

@@ -11,6 +11,7 @@ from co2 import recipes
 from co2.config import Experiment
 from co2.data.source import ArraySource
 from co2.engine.capture import WARM_UP, CapturedStep
+from co2.engine.schedule import consistency_weight
 from co2.engine.trainer import Trainer
 from co2.views.choose_input import choose_input
 
@@ -75,6 +76,17 @@ def test_the_learning_rate_reaches_a_captured_step() -> None:
 
     trainer.train_step(Batch(torch.arange(BATCH, device=DEVICE), pixels, [], BATCH))
     assert torch.equal(trainer.mechanism.encoder.backbone.conv1.weight, before)
+
+
+def test_the_weight_of_the_consistency_term_reaches_a_captured_step() -> None:
+    """It rises from step to step, although the step was recorded with the weight of one of them."""
+    experiment = small("co2-small", "captured", objective={"ramp_up": 0.2})
+    measured, trainer = train(experiment)
+    assert trainer._captured is not None
+    loss, instance, consistency = measured[:, :3].unbind(1)  # [16] each
+    weights = [consistency_weight(experiment.objective, step, trainer.steps) for step in range(16)]
+    torch.testing.assert_close(loss, instance + torch.tensor(weights) * consistency, rtol=1e-4, atol=1e-4)
+    assert len(set(weights)) == 16
 
 
 def test_a_state_goes_from_captured_to_eager_and_back() -> None:

@@ -2,8 +2,9 @@ import math
 
 import pytest
 
-from co2.engine.schedule import learning_rate
+from co2.engine.schedule import consistency_weight, learning_rate
 from co2.engine.specification import OptimisationSpecification
+from co2.objective.specification import ObjectiveSpecification
 
 
 def rates(steps=100, **settings):
@@ -37,3 +38,10 @@ def test_a_resumed_run_has_the_rate_of_its_step_and_no_history():
     late = learning_rate(specification, 1.0, 80, 100)
     learning_rate(specification, 1.0, 3, 100)
     assert learning_rate(specification, 1.0, 80, 100) == late == pytest.approx(0.1)
+
+
+def test_the_weight_of_the_consistency_term_rises_to_alpha_over_its_share_of_the_run_and_stays():
+    weights = [consistency_weight(ObjectiveSpecification(alpha=3.0, ramp_up=0.4), step, 100) for step in range(100)]
+    assert weights[:40] == pytest.approx([3 * math.exp(-5 * (1 - step / 40) ** 2) for step in range(40)])
+    assert weights[40:] == [3.0] * 60
+    assert consistency_weight(ObjectiveSpecification(alpha=3.0), 0, 100) == 3.0  # the paper's: from the first step on

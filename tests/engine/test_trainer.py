@@ -1,5 +1,7 @@
 """One step, by its effect on the weights."""
 
+import math
+
 import pytest
 import torch
 
@@ -37,6 +39,19 @@ def test_a_symmetric_step_adds_up_both_directions(tiny):
     assert abs(reported["loss"] - reported_there["loss"] - reported_back["loss"]) < 1e-4
     mean = (reported_there["instance"] + reported_back["instance"]) / 2
     assert abs(reported["instance"] - mean) < 1e-5
+
+
+@pytest.mark.parametrize("ramp_up", [0.0, 0.5])
+def test_the_consistency_term_weighs_what_its_schedule_says_in_every_step(tiny, ramp_up):
+    objective = {"alpha": 2.0, "ramp_up": ramp_up}
+    trainer = Trainer(tiny(objective=objective), 40, 6, CPU)
+    views = torch.randint(0, 256, (2, B, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for step in range(6):
+        risen = step / 6 / ramp_up if step < 6 * ramp_up else 1.0
+        measured = trainer.train_step(Batch(torch.arange(B), views, [], B))
+        loss, instance, consistency = measured[:3].tolist()
+        assert consistency > 0
+        assert loss - instance == pytest.approx(2.0 * math.exp(-5 * (1 - risen) ** 2) * consistency, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -50,7 +50,25 @@ def test_every_variant_of_claim_differs_from_its_baseline_in_one_thing():
             ours = flatten(plan.cell("claim", variant, 0).experiment)
             theirs = flatten(plan.cell("claim", variants[variant.baseline], 0).experiment)
             differ = {name for name in ours if ours[name] != theirs[name]}
-            assert differ <= {"objective.alpha", "objective.tau_consistency"} or differ == {"objective.label_smoothing"}
+            term = {"objective.alpha", "objective.tau_consistency", "objective.ramp_up"}
+            assert differ <= term or differ == {"objective.label_smoothing"}
+
+
+def test_a_weight_that_rises_is_named_and_neither_moco_nor_the_papers_settings_have_one():
+    own = ("objective.alpha=10", "objective.tau_consistency=0.04", "objective.ramp_up=0.5")
+    plan = plan_of("claim", set=own)
+    ramps = {v.label: plan.cell("claim", v, 0).experiment.objective.ramp_up for v in plan.grids["claim"].variants}
+    assert ramps == {
+        "MoCo": 0.0,
+        "MoCo + CO2 (α=10, τ=0.04, ramp 0.5)": 0.5,
+        "MoCo + label smoothing 0.1": 0.0,
+        "MoCo + CO2 (α=10, τ=0.04)": 0.0,
+        "MoCo + CO2 (α=0.3, τ=0.05)": 0.0,
+        "MoCo, symmetric": 0.0,
+        "MoCo, symmetric + CO2 (α=10, τ=0.04, ramp 0.5)": 0.5,
+    }
+    varied = plan_of("vary", set=own[:2], vary=("objective.ramp_up=[0.5]",)).grids["vary"].variants
+    assert [variant.name for variant in varied] == ["moco-co2-a10-t0.04", "moco-co2-a10-t0.04-r0.5"]
 
 
 def test_alpha_and_tau_have_the_promised_points_and_one_baseline():
