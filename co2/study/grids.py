@@ -273,7 +273,7 @@ def _each_once(variants: Sequence[Variant]) -> list[Variant]:
 
 STUDIES: dict[str, Study] = {
     "claim": Study("the baseline, with CO2, with label smoothing; the paper's alpha and tau; symmetric losses", claim),
-    "alpha": Study("the weight of the consistency term, from 0 to 10", alpha),
+    "alpha": Study("the weight of the consistency term", alpha),
     "tau": Study("the temperature of the consistency term", tau),
     "alpha-tau": Study("both together: each weight with each temperature", alpha_tau),
     "curves": Study("both losses and instance accuracy during training, with and without CO2", pair),

@@ -162,8 +162,9 @@ def _about_the_base(plan: Plan, folder: Path, page: Path) -> str:
     base = plan.base
     return (
         f"Base: the recipe `{base.recipe}` as {label_of(base)}, with {base.encoder.backbone}, views of "
-        f"{base.views.size} pixels, batch {base.batch_size}, {base.negatives.size:,} negatives, {base.encoder.groups} "
-        f"groups of batch statistics, {base.optimisation.schedule} schedule; all of it in "
+        f"{base.views.size} pixels, crops from {100 * base.views.crop_scale[0]:g}% of the area, batch "
+        f"{base.batch_size}, {base.negatives.size:,} negatives, {base.encoder.groups} groups of batch statistics, a "
+        f"learning rate of {base.learning_rate:g} on a {base.optimisation.schedule} schedule; all of it in "
         f"[{PLAN}]({_relative(folder / PLAN, page)})."
     )
 
