@@ -19,7 +19,9 @@ from co2.measures.label_free import alignment, effective_rank, mean_norm, unifor
 from co2.views.loader import Batch, ViewLoader, plain_batches
 from co2.views.transform import normalise, normalise_for_gpu
 
-KEPT_BYTES = 2**29  # decoded pictures up to this size stay in memory from one measurement to the next
+# Decoded pictures up to this size stay in memory from one measurement to the next: so many bytes, or this share of a
+# large GPU. Decoding 50,000 of 64 pixels anew takes as long as several epochs of training on them.
+KEPT_BYTES, KEPT_SHARE = 2**29, 1 / 32
 
 
 class Monitor:
@@ -36,6 +38,9 @@ class Monitor:
         # Small pictures keep a GPU busy only in large batches.
         self.batch_size = 2048 if device.type == "cuda" and experiment.views.size <= 64 else 256
         self._kept: dict[str, list[Batch]] = {}
+        self._keeps = KEPT_BYTES  # bytes of each kind
+        if device.type == "cuda":
+            self._keeps = max(KEPT_BYTES, int(KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory))
 
     def measure(self, encoder: Encoder) -> dict[str, float]:
         """Named numbers about the encoder, which is left as it was."""
@@ -90,7 +95,7 @@ class Monitor:
         """The batches that `make` makes, kept for the next time if they take little memory."""
         if name in self._kept:
             return self._kept[name]
-        if 2 * len(source) * 3 * self.experiment.views.size**2 > KEPT_BYTES:
+        if 2 * len(source) * 3 * self.experiment.views.size**2 > self._keeps:
             return make()
         self._kept[name] = [replace(batch, views=batch.views.to(self.device)) for batch in make()]
         return self._kept[name]

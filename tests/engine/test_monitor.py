@@ -1,11 +1,13 @@
 """What a run measures about itself."""
 
+import pytest
 import torch
 from torch import nn
 
 from co2 import recipes
 from co2.data.open import open_data
 from co2.encoders.encoder import build_encoder
+from co2.engine import monitor
 from co2.engine.monitor import Monitor
 from co2.measures.knn import knn_accuracy
 from co2.views.transform import normalise
@@ -49,3 +51,31 @@ def test_features_are_judged_without_the_head():
     flattened, _ = measured(flat)
     assert flattened["knn_top1"] == numbers["knn_top1"]
     assert flattened["knn_embedding_top1"] < numbers["knn_embedding_top1"]
+
+
+def readings(monkeypatch, device):
+    """How often pictures are read in two measurements, both of which give the same."""
+    experiment = recipes.get("demo-co2").edit(data="shapes:60:32", monitoring={"health_images": 16})
+    encoder = build_encoder(experiment.encoder, experiment.views.size).to(device)
+    read, plain_batches = [], monitor.plain_batches
+    monkeypatch.setattr(monitor, "plain_batches", lambda *how: (read.append(len(how[0])), plain_batches(*how))[1])
+    judge = Monitor(experiment, open_data(experiment.data), device, workers=0)
+    assert judge.measure(encoder) == judge.measure(encoder)
+    return len(read)
+
+
+def test_pictures_are_read_once_if_they_fit_into_memory(monkeypatch):
+    assert readings(monkeypatch, CPU) == 2  # the bank and the queries
+
+
+def test_pictures_that_do_not_fit_are_read_for_each_measurement(monkeypatch):
+    monkeypatch.setattr(monitor, "KEPT_BYTES", 1000)
+    assert readings(monkeypatch, CPU) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("share", "times"), [(1 / 32, 2), (0.0, 4)])
+def test_a_gpu_keeps_what_fits_into_a_share_of_it(monkeypatch, share, times):
+    monkeypatch.setattr(monitor, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(monitor, "KEPT_SHARE", share)
+    assert readings(monkeypatch, torch.device("cuda")) == times
