@@ -1,4 +1,5 @@
-"""What this process has to work with: its place among the processes of a run, a device, and CPU cores; and when to end.
+"""What this process has to work with: its place among the processes of a run, a device, CPU cores, and which commit of
+the code; and when to end.
 
 torch is imported where it is needed, so that the command line can ask about the launcher and answer at once.
 """
@@ -9,10 +10,12 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -125,6 +128,24 @@ def check_workers(asked: int) -> None:
 def cores() -> int:
     """CPU cores that this process may use, which on a shared machine need not be all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def commit(home: Path = Path(__file__).parents[1]) -> str | None:
+    """Of the checkout that the code is run from, for records: with "-modified" where the package is not as committed.
+
+    None where it is no checkout, but installed: the repository around it, if there is one, is somebody else's.
+    """
+    if not (home / ".git").exists():
+        return None
+
+    def ask_git(*question: str) -> str:
+        return subprocess.run(["git", "-C", str(home), *question], capture_output=True, text=True).stdout.strip()
+
+    try:
+        head, changes = ask_git("rev-parse", "HEAD"), ask_git("status", "--porcelain", "--", "co2")
+    except OSError:  # there is no git
+        return None
+    return f"{head}-modified" if head and changes else head or None
 
 
 @contextmanager

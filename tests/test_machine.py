@@ -1,4 +1,5 @@
 import os
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 from torchvision.io import decode_jpeg, encode_jpeg
 
 import co2
-from co2.machine import choose_device, choose_workers, stream_of_its_own
+from co2.machine import choose_device, choose_workers, commit, stream_of_its_own
 
 
 @pytest.mark.parametrize(("name", "message"), [("tpu9", "no device"), ("meta", "not supported")])
@@ -68,3 +69,39 @@ def test_on_a_stream_of_its_own_a_long_step_does_not_hold_up_the_decoder():
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     torch.cuda.default_stream().synchronize()
     assert step_is_over.query()  # what follows outside comes after it
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository with a package in it, all of it committed."""
+    (tmp_path / "co2").mkdir()
+    for name in ("co2/code.py", "README.md"):
+        (tmp_path / name).write_text("as committed")
+    who = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+    for command in (("init", "-q"), ("add", "."), (*who, "commit", "-qm", "all")):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    return tmp_path
+
+
+def test_a_record_names_the_commit_and_says_if_the_code_is_another(checkout):
+    head = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    (checkout / "README.md").write_text("changed, but not run")
+    assert commit(checkout) == head.strip()
+    (checkout / "co2" / "code.py").write_text("changed")
+    assert commit(checkout) == f"{head.strip()}-modified"
+
+
+def test_a_new_file_of_the_package_is_a_change_of_it(checkout):
+    (checkout / "co2" / "new.py").write_text("not committed")
+    assert commit(checkout).endswith("-modified")
+
+
+def test_what_is_installed_inside_somebody_elses_repository_has_no_commit(checkout):
+    installed = checkout / "site-packages"
+    installed.mkdir()
+    assert commit(installed) is None
+
+
+def test_without_git_there_is_no_commit(checkout, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert commit(checkout) is None

@@ -7,14 +7,13 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from co2.errors import RunError, UserError
-from co2.machine import cores
+from co2.machine import commit, cores
 
 if TYPE_CHECKING:
     import torch
@@ -36,19 +35,10 @@ def provenance(device: torch.device) -> dict[str, Any]:
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": commit(),
         "versions": versions,
         "device": device_facts(device),
     }
-
-
-def _commit() -> str | None:
-    """Of the checkout that this is part of; None where it is none."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or None
-    except OSError:  # there is no git
-        return None
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:

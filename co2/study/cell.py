@@ -16,7 +16,6 @@ import platform
 import shutil
 import signal
 import stat
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -42,7 +41,7 @@ from co2.evaluation.protocol import write_json
 from co2.evaluation.subject import open_subject
 from co2.evaluation.suite import Circumstances, evaluate_runs
 from co2.files import write_atomically
-from co2.machine import choose_device, choose_workers, cores
+from co2.machine import choose_device, choose_workers, commit, cores
 from co2.study.records import columns, read_record, settings_to_record, write_record
 from co2.study.settings import plain_settings
 
@@ -193,10 +192,6 @@ def _compose(
 
 def made_with(device: torch.device) -> dict[str, Any]:
     """Versions, device and commit behind a number."""
-    home = Path(co2.__file__).parents[1]
-    commit = ""
-    if (home / ".git").exists():
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=home, capture_output=True, text=True).stdout.strip()
     return {
         "co2": co2.__version__,
         "python": platform.python_version(),
@@ -206,7 +201,7 @@ def made_with(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cores": cores(),
-        "commit": commit or None,
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
