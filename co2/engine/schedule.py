@@ -21,7 +21,7 @@ def learning_rate(specification: OptimisationSpecification, peak: float, step: i
 
 
 def consistency_weight(specification: ObjectiveSpecification, step: int, steps: int) -> float:
-    """alpha of step 0..steps-1: risen to its value after `ramp_up` of the run (Laine and Aila 2017, section 2.1)."""
+    """alpha of step 0..steps-1: risen to its value after `ramp_up` of the run (Laine and Aila 2017, appendix A)."""
     progress = step / steps
     if progress >= specification.ramp_up:
         return specification.alpha

@@ -18,8 +18,8 @@ class ObjectiveSpecification:
     alpha: float = 0.0
     """Weight of the consistency term. At 0 the term is measured but not trained on: plain MoCo, SimCLR or InsDisc."""
     ramp_up: float = 0.0
-    """Share of the run over which alpha rises from 0 to its value, as consistency terms do elsewhere (Laine and Aila
-    2017). At 0, as in the paper, it has its value from the first step on."""
+    """Share of the run over which alpha rises from 0.7% of its value to all of it, as consistency terms do elsewhere
+    (Laine and Aila 2017). At 0, as in the paper, it has its value from the first step on."""
     tau_instance: float = 0.2
     """Temperature of instance discrimination (InfoNCE)."""
     tau_consistency: float = 0.05

@@ -136,7 +136,7 @@ def caveats(runs: Sequence[RunRecord], untrained: Untrained | None) -> list[str]
                 f"{run.name} is not above the untrained network in kNN accuracy: it has learned nothing "
                 "that this measure sees."
             )
-    others = [name for name in differing_settings(runs) if name != "objective.alpha"]
+    others = [name for name in differing_settings(runs) if name not in ("objective.alpha", "objective.ramp_up")]
     if pair_of(runs) is not None and others:
         sentences.append(
             f"The two runs also differ in {_listed(others)}, so not every difference is due to the consistency term."

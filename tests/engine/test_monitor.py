@@ -58,7 +58,12 @@ def readings(monkeypatch, device):
     experiment = recipes.get("demo-co2").edit(data="shapes:60:32", monitoring={"health_images": 16})
     encoder = build_encoder(experiment.encoder, experiment.views.size).to(device)
     read, plain_batches = [], monitor.plain_batches
-    monkeypatch.setattr(monitor, "plain_batches", lambda *how: (read.append(len(how[0])), plain_batches(*how))[1])
+
+    def counted(source, *how):
+        read.append(source)
+        return plain_batches(source, *how)
+
+    monkeypatch.setattr(monitor, "plain_batches", counted)
     judge = Monitor(experiment, open_data(experiment.data), device, workers=0)
     assert judge.measure(encoder) == judge.measure(encoder)
     return len(read)

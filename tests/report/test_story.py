@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from co2.config import Experiment
 from co2.report.runs import RunRecord, read_run
 from co2.report.story import (
     Untrained,
@@ -96,6 +97,16 @@ def test_only_a_run_without_and_one_with_the_term_are_a_pair(pair, make_run) -> 
     assert pair_of([pair[0], pair[0]]) is None
     assert pair_of([pair[1], pair[1]]) is None
     assert findings([pair[1], pair[1]]) == []
+
+
+def test_how_the_weight_of_the_term_rises_is_part_of_the_term(pair, make_run) -> None:
+    folder = make_run("rising", alpha=1.0)
+    config = folder / "config.json"
+    config.write_text(Experiment.from_json(config.read_text()).edit(objective={"ramp_up": 0.5}).to_json())
+    rising = [pair[1], read_run(folder)]  # MoCo, and CO2
+    assert pair_of(rising) is not None
+    assert "objective.ramp_up" in differing_settings(rising)
+    assert not any("also differ" in sentence for sentence in caveats(rising, None))
 
 
 def test_caveats_name_what_else_differs(pair, make_run) -> None:
