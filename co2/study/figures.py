@@ -180,7 +180,7 @@ def _curves(results: Results) -> Figure | None:
     ]
     if not shown:
         return None
-    figure = Figure(figsize=(11.0, 3.2), layout="constrained")
+    figure = Figure(figsize=(11.0, 3.4), layout="constrained")
     for axes, (name, heading, factor) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         _furnish(axes)
         for variant in shown:
@@ -199,7 +199,9 @@ def _curves(results: Results) -> Figure | None:
         if name == "consistency":
             axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    figure.axes[1].legend(frameon=False, fontsize=9, loc="best")
+    # Above the panels: the name of a variant may be longer than a panel is wide.
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=9, loc="outside upper center", ncols=2)
     return figure
 
 

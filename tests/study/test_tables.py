@@ -483,3 +483,20 @@ def test_an_interrupted_run_logs_more_lines_and_is_compared_all_the_same(planned
     write_cell(folder, plan, "curves", theirs, 0, numbers, log(0, 0.5))
     write_cell(folder, plan, "curves", ours, 0, numbers, log(0, 0.2, lines=11))
     assert "is below the baseline's in 10 of 10 equal parts" in markdown_text(gather(folder, plan, "curves"))
+
+
+def test_no_curve_runs_through_the_legend(planned, write_cell):
+    folder, plan = planned("curves", seeds=(0,))
+    for variant in plan.grids["curves"].variants:
+        write_cell(folder, plan, "curves", variant.name, 0, {"knn.top1": 1.0, "linear.top1": 2.0}, log(0, 0.5))
+    figure = figures._curves(gather(folder, plan, "curves"))
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        f"{variant.label}, 1 seed" for variant in plan.grids["curves"].variants
+    ]
+    box = legend.get_window_extent()
+    assert box.x0 >= figure.bbox.x0
+    assert box.x1 <= figure.bbox.x1
+    assert box.y1 <= figure.bbox.y1
+    assert not any(axes.get_legend() or axes.get_tightbbox().overlaps(box) for axes in figure.axes)
