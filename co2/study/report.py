@@ -8,12 +8,14 @@ beside the page.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from co2.config import Experiment
 from co2.errors import UserError
 from co2.study.grids import STUDIES, label_of
 from co2.study.plan import CELLS, PLAN, RUNS, Cell, Plan, read_plan, seeds_found
@@ -126,6 +128,7 @@ def write_page(folders: Sequence[Path], out: Path) -> Path:
     ]
     reports = [report_folder(folder) for folder in folders]
     titles = _titles(folders, [plan for plan, _ in reports])
+    parts += [_contents(titles)] if len(titles) > 1 else []
     for folder, title, (plan, results) in zip(folders, titles, reports, strict=True):
         parts += [f"## {title}", _about_the_base(plan, folder, out.parent), _text_of(folder / "notes.md")]
         parts += [section for one in results for section in _section(plan, one, folder, out.parent)]
@@ -144,18 +147,42 @@ def _refuse_foreign(out: Path) -> None:
 
 def _titles(folders: Sequence[Path], plans: Sequence[Plan]) -> list[str]:
     """What the part of each folder is called: as little as tells it from the others. Links lead to these."""
-    ways = [
-        [_title(plan) for plan in plans],
-        [_title(plan, label_of(plan.base)) for plan in plans],
-        [_title(plan, os.fspath(folder)) for plan, folder in zip(plans, folders, strict=True)],
-    ]
-    return [next((way[i] for way in ways if way.count(way[i]) == 1), ways[-1][i]) for i in range(len(plans))]
+    return [_title(plan, _told_by(plan, folder, plans)) for folder, plan in zip(folders, plans, strict=True)]
 
 
-def _title(plan: Plan, told_by: str = "") -> str:
+def _told_by(plan: Plan, folder: Path, plans: Sequence[Plan]) -> list[str]:
+    """What tells a plan from those that are called the same: settings one after another, or at last the folder."""
+    alike = [one for one in plans if _title(one) == _title(plan)]
+    told: list[str] = []
+    for tell in _TELLS:
+        left = [one for one in alike if tell(one.base) == tell(plan.base)]
+        if len(left) < len(alike):
+            told.append(tell(plan.base))
+        alike = left
+    return told if len(alike) == 1 else [*told, os.fspath(folder)]
+
+
+# How a reader would tell studies of the same data and length apart: what one would look for first comes first.
+_TELLS: tuple[Callable[[Experiment], str], ...] = (
+    lambda base: f"recipe {base.recipe}",
+    lambda base: f"learning rate {base.learning_rate:g}",
+    lambda base: f"batch {base.batch_size}",
+    lambda base: f"{base.views.size} pixels",
+    lambda base: f"crops from {100 * base.views.crop_scale[0]:g}%",
+    label_of,
+)
+
+
+def _title(plan: Plan, told_by: Sequence[str] = ()) -> str:
     name = os.path.basename(os.path.normpath(plan.base.data))
-    judged = f"judged on {100 * plan.validate:g}% of the training images" if plan.validate is not None else ""
-    return ", ".join(part for part in (name, f"{plan.base.epochs} epochs", told_by, judged) if part)
+    judged = [f"judged on {100 * plan.validate:g}% of the training images"] if plan.validate is not None else []
+    return ", ".join([name, f"{plan.base.epochs} epochs", *told_by, *judged])
+
+
+def _contents(titles: Sequence[str]) -> str:
+    """Links to the parts, by the names that Markdown's readers give to headings: letters, digits and hyphens."""
+    names = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+    return "\n".join(f"- [{title}](#{name})" for title, name in zip(titles, names, strict=True))
 
 
 def _about_the_base(plan: Plan, folder: Path, page: Path) -> str:
