@@ -216,21 +216,23 @@ def _dots(results: Results) -> Figure | None:
     measures = [one for one in measures if any(results.values(v.name, one) for v in results.variants)]
     if not measures:
         return None
+    # What has no record yet is in the table; an empty row would only press the others together.
+    shown = [v for v in results.variants if any(results.values(v.name, one) for one in measures)]
     columns = min(_COLUMNS, len(measures))
     rows = -(-len(measures) // columns)
-    height = 0.7 + 0.36 * len(results.variants)
+    height = 0.7 + 0.36 * len(shown)
     figure = Figure(figsize=(3.4 + 2.9 * columns, rows * height), layout="constrained")
     panels = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
     for unused in panels[len(measures) :]:
         unused.set_visible(False)
-    labels = [variant.label for variant in results.variants]
+    labels = [variant.label for variant in shown]
     for axes, measure in zip(panels, measures, strict=False):
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
         axes.grid(axis="x", color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.tick_params(axis="y", length=0)
-        for place, variant in enumerate(results.variants):
+        for place, variant in enumerate(shown):
             values = list(results.values(variant.name, measure).values())
             found = spread(values)
             if found is None:

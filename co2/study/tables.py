@@ -313,7 +313,10 @@ def _here(results: Results, published: Published, measure: Measure) -> str:
     for variant in results.variants:
         if variant.published == published.method:
             found = spread(list(results.values(variant.name, measure).values()))
-            return found.text(measure.decimals) if found else "–"
+            if found is None:
+                return "–"
+            # What a term weighs here may differ from where it was published, so such a row says which one it is.
+            return found.text(measure.decimals) + (f" by {_escaped(variant.label)}" if variant.baseline else "")
     return ""
 
 

@@ -213,6 +213,16 @@ def test_published_numbers_of_other_images_are_not_said_to_be_comparable(planned
     assert "trained as long" not in text
 
 
+def test_the_row_beside_a_published_one_says_which_settings_it_has_here(planned, write_cell):
+    folder, plan = planned("claim", data="tiny-imagenet-100", epochs=60)
+    ours = plan.grids["claim"].variants[1]
+    write_cell(folder, plan, "claim", ours.name, 0, {"linear.top1": 38.0})
+    line = next(one for one in markdown_text(gather(folder, plan, "claim")).splitlines() if "| 69.2 |" in one)
+    assert line.startswith("| MoCo + CO2 (α=10, τ=0.04) |")  # theirs
+    assert f"| 38.00 by {ours.label} |" in line
+    assert "α=10" not in ours.label
+
+
 def test_numbers_on_a_validation_part_say_so_and_stand_beside_nothing_published(planned, write_cell):
     folder, plan = planned("claim", data="cifar10", validate=True)
     write_cell(folder, plan, "claim", "moco", 0, {"knn.top1": 50.0, "linear.top1": 60.0})
@@ -491,6 +501,18 @@ def test_an_interrupted_run_logs_more_lines_and_is_compared_all_the_same(planned
     write_cell(folder, plan, "curves", theirs, 0, numbers, log(0, 0.5))
     write_cell(folder, plan, "curves", ours, 0, numbers, log(0, 0.2, lines=11))
     assert "is below the baseline's in 10 of 10 equal parts" in markdown_text(gather(folder, plan, "curves"))
+
+
+def test_a_figure_has_rows_for_what_was_measured_alone(planned, write_cell):
+    folder, plan = planned("claim", seeds=(0,))
+    first, *_, last = plan.grids["claim"].variants
+    for variant, accuracy in ((first, 30.0), (last, 40.0)):
+        write_cell(folder, plan, "claim", variant.name, 0, {"knn.top1": 1.0, "linear.top1": accuracy})
+    panels = figures._dots(gather(folder, plan, "claim")).axes
+    assert [text.get_text() for text in panels[0].get_yticklabels()] == [first.label, last.label]
+    linear = next(axes for axes in panels if axes.get_xlabel() == "linear top-1 (%)")
+    dots = {float(x): float(y) for line in linear.lines for x, y in zip(*line.get_data(), strict=True)}
+    assert dots == {30.0: 0.0, 40.0: 1.0}
 
 
 def test_no_curve_runs_through_the_legend(planned, write_cell):
