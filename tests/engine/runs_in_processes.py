@@ -10,12 +10,15 @@ import json
 import os
 import signal
 import sys
+import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import co2
+from co2.checkpoint import checkpoints
 from co2.config import Experiment
 from co2.engine import monitor, trainer
 from co2.engine.pretrain import Stopped, pretrain
@@ -52,10 +55,16 @@ def at_step(number, action):
         trainer.Trainer.train_step = original
 
 
+def die_after_a_checkpoint(run, trainer):
+    while not checkpoints(run):  # it is written beside the training
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def execute(plan):
     """Each entry: `experiment` (its JSON), `out`, and if wanted `stop_at` (a step, before which SIGTERM comes twice),
-    `kill_at` (the same with SIGKILL, the first time that torchrun starts this), `spoil_at` (the same with weights of
-    NaN) and `data_of_rank` (what some rank has for data).
+    `kill_at` (the same with SIGKILL, once there is a checkpoint, the first time that torchrun starts this), `spoil_at`
+    (the same with weights of NaN) and `data_of_rank` (what some rank has for data).
 
     A user's mistake is written to OUT.error.RANK.
     """
@@ -65,9 +74,7 @@ def execute(plan):
         experiment = Experiment.from_json(run["experiment"])
         data = run.get("data_of_rank", {}).get(rank)
         stop = at_step(run.get("stop_at"), lambda trainer: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(2)])
-        kill = at_step(
-            None if started_again else run.get("kill_at"), lambda trainer: os.kill(os.getpid(), signal.SIGKILL)
-        )
+        kill = at_step(None if started_again else run.get("kill_at"), partial(die_after_a_checkpoint, Path(run["out"])))
         spoil = at_step(
             run.get("spoil_at"), lambda trainer: trainer.mechanism.encoder.head.weight.data.fill_(torch.nan)
         )

@@ -187,24 +187,28 @@ def words_for(run, *words):
 
 
 KILL_AT_STEP = """
-import os, signal, sys
+import os, signal, sys, time
 from co2.cli import main
 from co2.engine import trainer
 original = trainer.Trainer.train_step
 def train_step(self, batch):
     if self.step == int(sys.argv[1]):
+        while not os.path.exists(sys.argv[2]):  # it is written beside the training
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     return original(self, batch)
 trainer.Trainer.train_step = train_step
-sys.exit(main(sys.argv[2:]))
+sys.exit(main(sys.argv[3:]))
 """
 
 
 def test_a_killed_process_resumes_to_identical_weights(tmp_path):
     words = words_for(tmp_path / "killed", "--epochs", "3")
-    killed = subprocess.run([sys.executable, "-c", KILL_AT_STEP, "7", *words], capture_output=True, text=True)
+    newest = tmp_path / "killed" / "checkpoints" / "step-000000006.pt"
+    command = [sys.executable, "-c", KILL_AT_STEP, "7", str(newest), *words]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert checkpoints(tmp_path / "killed")[-1].name == "step-000000006.pt"
+    assert checkpoints(tmp_path / "killed")[-1] == newest
     assert main([*words, "--resume"]) == 0
     assert main(words_for(tmp_path / "undisturbed", "--epochs", "3")) == 0
     assert_same_weights(tmp_path / "undisturbed", tmp_path / "killed")
