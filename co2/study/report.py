@@ -165,8 +165,8 @@ def _told_by(plan: Plan, folder: Path, plans: Sequence[Plan]) -> list[str]:
 # How a reader would tell studies of the same data and length apart: what one would look for first comes first.
 _TELLS: tuple[Callable[[Experiment], str], ...] = (
     lambda base: f"recipe {base.recipe}",
+    lambda base: f"batch {base.batch_size}",  # before the learning rate, which follows it
     lambda base: f"learning rate {base.learning_rate:g}",
-    lambda base: f"batch {base.batch_size}",
     lambda base: f"{base.views.size} pixels",
     lambda base: f"crops from {100 * base.views.crop_scale[0]:g}%",
     label_of,

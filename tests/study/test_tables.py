@@ -406,6 +406,16 @@ def test_parts_of_a_page_are_called_by_what_tells_them_apart(planned, tmp_path):
     assert "Base: the recipe `demo-co2` as MoCo, with" in text
 
 
+def test_a_batch_tells_studies_apart_and_not_the_learning_rate_that_follows_it(planned, tmp_path):
+    folders = [
+        planned("alpha", folder=tmp_path / str(size), epochs=3, base="demo-co2", set=(f"batch_size={size}",))[0]
+        for size in (8, 16)
+    ]
+    text = write_page(folders, tmp_path / "page.md").read_text()
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert titles == ["## shapes:40:16, 3 epochs, batch 8", "## shapes:40:16, 3 epochs, batch 16"]
+
+
 def test_a_page_says_whose_minutes_it_counts(planned, write_cell, tmp_path):
     folder, plan = planned("curves")
     write_cell(folder, plan, "curves", "moco", 0, {"knn.top1": 1.0, "linear.top1": 2.0})
