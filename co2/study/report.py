@@ -162,6 +162,10 @@ def _told_by(plan: Plan, folder: Path, plans: Sequence[Plan]) -> list[str]:
     return told if len(alike) == 1 else [*told, os.fspath(folder)]
 
 
+def _head(base: Experiment) -> str:
+    return "MLP" if base.encoder.head == "mlp" else base.encoder.head
+
+
 # How a reader would tell studies of the same data and length apart: what one would look for first comes first.
 _TELLS: tuple[Callable[[Experiment], str], ...] = (
     lambda base: f"recipe {base.recipe}",
@@ -169,6 +173,8 @@ _TELLS: tuple[Callable[[Experiment], str], ...] = (
     lambda base: f"learning rate {base.learning_rate:g}",
     lambda base: f"{base.views.size} pixels",
     lambda base: f"crops from {100 * base.views.crop_scale[0]:g}%",
+    lambda base: f"{_head(base)} head",
+    lambda base: f"instance temperature {base.objective.tau_instance:g}",
     label_of,
 )
 
@@ -190,8 +196,10 @@ def _about_the_base(plan: Plan, folder: Path, page: Path) -> str:
     return (
         f"Base: the recipe `{base.recipe}` as {label_of(base)}, with {base.encoder.backbone}, views of "
         f"{base.views.size} pixels, crops from {100 * base.views.crop_scale[0]:g}% of the area, batch "
-        f"{base.batch_size}, {base.negatives.size:,} negatives, {base.encoder.groups} groups of batch statistics, a "
-        f"learning rate of {base.learning_rate:g} on a {base.optimisation.schedule} schedule; all of it in "
+        f"{base.batch_size}, {base.negatives.size:,} negatives, {base.encoder.groups} groups of batch statistics, "
+        f"{'an' if base.encoder.head == 'mlp' else 'a'} {_head(base)} head, an instance temperature of "
+        f"{base.objective.tau_instance:g}, a learning rate of {base.learning_rate:g} "
+        f"on a {base.optimisation.schedule} schedule; all of it in "
         f"[{PLAN}]({_relative(folder / PLAN, page)})."
     )
 

@@ -406,6 +406,28 @@ def test_parts_of_a_page_are_called_by_what_tells_them_apart(planned, tmp_path):
     assert "Base: the recipe `demo-co2` as MoCo, with" in text
 
 
+def test_heads_and_instance_temperatures_tell_studies_apart(planned, tmp_path):
+    folders = [
+        planned("alpha", folder=tmp_path / str(number), epochs=3, base="demo-co2", set=changes)[0]
+        for number, changes in enumerate(
+            (
+                ("encoder.head=linear",),
+                ("encoder.head=mlp", "objective.tau_instance=0.1"),
+                ("encoder.head=mlp", "objective.tau_instance=0.2"),
+            )
+        )
+    ]
+    text = write_page(folders, tmp_path / "page.md").read_text()
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert titles == [
+        "## shapes:40:16, 3 epochs, linear head",
+        "## shapes:40:16, 3 epochs, MLP head, instance temperature 0.1",
+        "## shapes:40:16, 3 epochs, MLP head, instance temperature 0.2",
+    ]
+    assert "groups of batch statistics, a linear head, an instance temperature of" in text
+    assert "groups of batch statistics, an MLP head, an instance temperature of 0.2, a learning rate" in text
+
+
 def test_a_batch_tells_studies_apart_and_not_the_learning_rate_that_follows_it(planned, tmp_path):
     folders = [
         planned("alpha", folder=tmp_path / str(size), epochs=3, base="demo-co2", set=(f"batch_size={size}",))[0]
