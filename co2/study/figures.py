@@ -237,7 +237,7 @@ def _dots(results: Results) -> Figure | None:
             found = spread(values)
             if found is None:
                 continue
-            colour = COLOURS[1] if variant.baseline else COLOURS[0]
+            colour = _colour(results, variant)
             axes.plot(values, [place] * len(values), "o", color=colour, alpha=0.4, markersize=4)
             axes.errorbar(
                 found.mean, place, xerr=found.deviation or 0.0, color=colour, marker="D", markersize=6, capsize=3
@@ -247,3 +247,10 @@ def _dots(results: Results) -> Figure | None:
         axes.set_xlabel(measure.heading)
         axes.xaxis.set_major_locator(MaxNLocator(5))
     return figure
+
+
+def _colour(results: Results, variant: Variant) -> str:
+    """One for baselines, one for what is put beside them; label smoothing, the paper's other remedy, has its own."""
+    if not variant.baseline:
+        return COLOURS[0]
+    return COLOURS[2] if changed(results.base, variant.changes).objective.label_smoothing else COLOURS[1]

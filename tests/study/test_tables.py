@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
@@ -309,6 +310,19 @@ def test_every_study_has_a_figure_and_it_shows_what_the_records_say(planned, wri
     first = (folder / "alpha.svg").read_bytes()
     report_study(folder, plan, "alpha")
     assert (folder / "alpha.svg").read_bytes() == first  # the same records, the same file
+
+
+def test_label_smoothing_is_not_drawn_in_the_colour_of_co2(planned, write_cell):
+    folder, plan = planned("claim")
+    numbers = {"knn.top1": 50.0, "linear.top1": 60.0}
+    drawn = {}
+    for variant in plan.grids["claim"].variants[:3]:  # the baseline, CO2, label smoothing
+        write_cell(folder, plan, "claim", variant.name, 0, numbers)
+        report_study(folder, plan, "claim")
+        colours = set(re.findall(r"stroke: (#\w{6})", (folder / "claim.svg").read_text()))
+        drawn[variant.name] = colours - set().union(*drawn.values())
+    assert list(drawn)[2].startswith("moco-smoothing")
+    assert all(drawn.values())  # each brings a colour that was not there
 
 
 def test_a_study_without_records_has_a_table_and_no_figure(planned):
