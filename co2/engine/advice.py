@@ -8,6 +8,9 @@ from co2.config import Experiment
 
 PERFECT = 0.999  # instance-discrimination accuracy that real learning does not reach
 COLLAPSED_UNIFORMITY = -0.05  # 0 is all features in one point; trained ones are at -1 and below
+# Share of the untrained network's effective rank. Of the runs recorded in results/, those below it at their first
+# measurement are the ones that had lost a tenth of their epochs by then, or never came to learn.
+NARROW_START = 1 / 3
 
 
 class Advisor:
@@ -18,6 +21,7 @@ class Advisor:
         self.has_batch_norm = has_batch_norm
         self._told: set[str] = set()
         self._lowest_loss = float("inf")
+        self._untrained_rank = 0.0  # unknown in a run that is continued
 
     def after_interval(self, step: int, values: Mapping[str, float]) -> list[str]:
         """What a logging interval's averages show."""
@@ -37,8 +41,13 @@ class Advisor:
         self._lowest_loss = min(self._lowest_loss, values["loss"])
         return advice
 
+    def untrained(self, values: Mapping[str, float]) -> None:
+        """The health before the first step, to compare with."""
+        self._untrained_rank = values["effective_rank"]
+
     def after_epoch(self, values: Mapping[str, float]) -> list[str]:
         """What the health at the end of an epoch shows."""
+        untrained_rank, self._untrained_rank = self._untrained_rank, 0.0  # compared with the first measurement alone
         # An untrained network's features can lie close together too; one point is what no training leaves behind.
         if values["uniformity"] > COLLAPSED_UNIFORMITY:
             return self._once(
@@ -48,7 +57,19 @@ class Advisor:
                 "(--optimisation.base-learning-rate) or --objective.alpha, let alpha rise (--objective.ramp-up 0.5), "
                 "or raise --negatives.momentum.",
             )
+        if values["effective_rank"] < NARROW_START * untrained_rank:
+            return self._once("narrow start", self._about_a_narrow_start(values["effective_rank"], untrained_rank))
         return []
+
+    def _about_a_narrow_start(self, rank: float, untrained_rank: float) -> str:
+        warm_up, objective = self.experiment.optimisation.warm_up, self.experiment.objective
+        remedies = [f"--optimisation.warm-up {2 * warm_up:g}" if 0 < warm_up < 0.5 else "--optimisation.warm-up 0.05"]
+        remedies += ["--objective.ramp-up 0.5"] if objective.alpha and not objective.ramp_up else []
+        return (
+            f"The embeddings fill fewer dimensions than before training (effective rank {rank:.1f}, untrained "
+            f"{untrained_rank:.1f}): the first steps were too large. They usually spread again, but that costs epochs. "
+            f"A gentler start keeps them: {' and '.join(remedies)}, or a lower learning rate."
+        )
 
     def _about_perfect_accuracy(self) -> str:
         found = "Queries find their own instance in 100% of cases, which usually means a short cut and not learning. "

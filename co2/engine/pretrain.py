@@ -325,6 +325,8 @@ class Run:
         self.display.epoch(epochs_done, values)
         if epochs_done:
             self._advise(self.advisor.after_epoch(values))
+        else:
+            self.advisor.untrained(values)
 
     def _measurement(self) -> dict[str, float]:
         try:

@@ -21,6 +21,7 @@ from co2.cli import main
 from co2.data.fingerprint import fingerprint_of_names
 from co2.data.open import open_data
 from co2.engine import mechanisms
+from co2.engine.monitor import Monitor
 from co2.engine.pretrain import check_names, check_sizes, memory_advice, pretrain
 
 ALL_METHODS = [
@@ -422,3 +423,15 @@ def test_advice_is_told_and_recorded(tiny, rows, tmp_path, capsys):
     advice = [row["text"] for row in rows(run, "advice")]
     assert any("real keys replace them" in text for text in advice)
     assert "real keys replace them" in capsys.readouterr().out
+
+
+def test_a_start_that_was_too_fast_is_told_with_the_rank_of_the_untrained_network(tiny, rows, tmp_path, monkeypatch):
+    ranks = iter((48.0, 5.0, 4.0))
+    healthy = Monitor._label_free
+    monkeypatch.setattr(
+        Monitor, "_label_free", lambda *a: healthy(*a) | {"effective_rank": next(ranks), "uniformity": -1}
+    )
+    run = pretrain(tiny(epochs=2, monitoring={"evaluate_every": 1}), out=tmp_path / "run")
+    told = [row["text"] for row in rows(run, "advice") if "fewer dimensions" in row["text"]]
+    assert len(told) == 1
+    assert "effective rank 5.0, untrained 48.0" in told[0]
