@@ -179,7 +179,8 @@ def demo_moco() -> Experiment:
     """A network and a schedule small enough for a minute or two on one CPU core, on pictures that co2 renders itself.
 
     Grey views in seven of ten cases, and none with another hue: telling these pictures apart by colour is easy and
-    teaches little about shape.
+    teaches little about shape. The learning rate, alpha and tau_con were chosen on pictures put aside
+    (results/demo-shapes).
     """
     return Experiment(
         recipe="demo-moco",
@@ -192,15 +193,17 @@ def demo_moco() -> Experiment:
         ),
         encoder=EncoderSpecification(backbone="co2/resnet10-narrow", stem="small-stride-2", head="linear"),
         negatives=NegativesSpecification(source="queue", size=512, momentum=0.99),
-        objective=ObjectiveSpecification(tau_instance=0.1, tau_consistency=0.1),
-        optimisation=OptimisationSpecification(base_learning_rate=0.03, base_batch_size=64, weight_decay=5e-4),
+        objective=ObjectiveSpecification(tau_instance=0.1, tau_consistency=0.4, ramp_up=1.0),
+        optimisation=OptimisationSpecification(
+            base_learning_rate=0.03, base_batch_size=64, weight_decay=5e-4, warm_up=0.1
+        ),
         monitoring=MonitoringSpecification(log_every=10, evaluate_every=4, health_images=512),
     )
 
 
 def demo_co2() -> Experiment:
     """The demo with the consistency term."""
-    return demo_moco().edit(recipe="demo-co2", objective={"alpha": 0.3})
+    return demo_moco().edit(recipe="demo-co2", objective={"alpha": 3.0})
 
 
 RECIPES: dict[str, Recipe] = {

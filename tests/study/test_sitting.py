@@ -292,13 +292,15 @@ def test_several_cells_are_worked_on_at_once(sit_with):
 
 
 OTHER_SITTING = """
-import fcntl, pathlib, shutil, sys
+import fcntl, pathlib, shutil, sys, time
 runs, cell, afterwards = pathlib.Path(sys.argv[1]), *sys.argv[2:]
 with open(runs / f"{cell}.lock", "w") as lock:
     fcntl.lockf(lock, fcntl.LOCK_EX)
     print("at work", flush=True)
+    end = time.monotonic() + 120
     while not (runs / afterwards / "began").exists():
-        pass
+        if time.monotonic() > end:
+            sys.exit(f"{afterwards} has not begun")
     shutil.copy(runs / f"{cell}.prepared", runs.parent / "cells" / f"{cell}.json")
 """
 

@@ -408,14 +408,15 @@ def test_parts_of_a_page_are_called_by_what_tells_them_apart(planned, tmp_path):
     judged = "judged on 10% of the training images"
     assert titles == [
         "shapes:40:16, 2 epochs",
-        "shapes:40:16, 3 epochs, MoCo + CO2 (α=0.3, τ=0.1)",
+        "shapes:40:16, 3 epochs, MoCo + CO2 (α=3, τ=0.4, ramp 1)",
         "shapes:40:16, 3 epochs, MoCo",
         f"shapes:40:16, 3 epochs, learning rate 0.03, 32 pixels, {judged}",
         f"shapes:40:16, 3 epochs, learning rate 0.03, 20 pixels, {judged}",
         f"shapes:40:16, 3 epochs, learning rate 0.5, {folders['faster']}, {judged}",
         f"shapes:40:16, 3 epochs, learning rate 0.5, {folders['again']}, {judged}",
     ]
-    assert "- [shapes:40:16, 3 epochs, MoCo + CO2 (α=0.3, τ=0.1)](#shapes4016-3-epochs-moco--co2-α03-τ01)\n" in text
+    anchor = "shapes4016-3-epochs-moco--co2-α3-τ04-ramp-1"
+    assert f"- [shapes:40:16, 3 epochs, MoCo + CO2 (α=3, τ=0.4, ramp 1)](#{anchor})\n" in text
     assert text.index(f"- [{titles[-1]}](#") < text.index(f"## {titles[0]}")
     assert "Base: the recipe `demo-co2` as MoCo, with" in text
 
