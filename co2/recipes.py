@@ -179,8 +179,7 @@ def demo_moco() -> Experiment:
     """A network and a schedule small enough for a minute or two on one CPU core, on pictures that co2 renders itself.
 
     Grey views in seven of ten cases, and none with another hue: telling these pictures apart by colour is easy and
-    teaches little about shape. The learning rate, alpha and tau_con were chosen on pictures put aside
-    (results/demo-shapes).
+    teaches little about shape. The warm-up, alpha and tau_con were chosen on pictures put aside (results/demo-shapes).
     """
     return Experiment(
         recipe="demo-moco",

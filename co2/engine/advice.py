@@ -9,7 +9,7 @@ from co2.config import Experiment
 PERFECT = 0.999  # instance-discrimination accuracy that real learning does not reach
 COLLAPSED_UNIFORMITY = -0.05  # 0 is all features in one point; trained ones are at -1 and below
 # Share of the untrained network's effective rank. Of the runs recorded in results/, those below it at their first
-# measurement are the ones that had lost a tenth of their epochs by then, or never came to learn.
+# measurement had all lost a tenth of their epochs by then, or never came to learn.
 NARROW_START = 1 / 3
 
 
@@ -62,12 +62,13 @@ class Advisor:
         return []
 
     def _about_a_narrow_start(self, rank: float, untrained_rank: float) -> str:
-        warm_up, objective = self.experiment.optimisation.warm_up, self.experiment.objective
-        remedies = [f"--optimisation.warm-up {2 * warm_up:g}" if 0 < warm_up < 0.5 else "--optimisation.warm-up 0.05"]
+        objective = self.experiment.objective
+        warms_up = self.experiment.optimisation.warm_up > 0
+        remedies = ["a longer --optimisation.warm-up" if warms_up else "--optimisation.warm-up 0.05"]
         remedies += ["--objective.ramp-up 0.5"] if objective.alpha and not objective.ramp_up else []
         return (
             f"The embeddings fill fewer dimensions than before training (effective rank {rank:.1f}, untrained "
-            f"{untrained_rank:.1f}): the first steps were too large. They usually spread again, but that costs epochs. "
+            f"{untrained_rank:.1f}): the first steps were too large. They may spread again, but that costs epochs. "
             f"A gentler start keeps them: {' and '.join(remedies)}, or a lower learning rate."
         )
 

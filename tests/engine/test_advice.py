@@ -68,7 +68,8 @@ def test_a_start_that_narrows_the_embeddings_is_told_with_its_remedy():
     [
         ({"objective": {"alpha": 3.0}}, "--optimisation.warm-up 0.05 and --objective.ramp-up 0.5"),
         ({"objective": {"alpha": 3.0, "ramp_up": 0.5}}, "--optimisation.warm-up 0.05, or"),
-        ({"optimisation": {"warm_up": 0.05}}, "--optimisation.warm-up 0.1, or"),
+        ({"optimisation": {"warm_up": 0.05}}, ": a longer --optimisation.warm-up, or"),
+        ({"optimisation": {"warm_up": 0.6}}, ": a longer --optimisation.warm-up, or"),
     ],
 )
 def test_the_remedy_for_a_narrow_start_is_one_that_the_run_does_not_have(changes, remedy):

@@ -301,6 +301,7 @@ with open(runs / f"{cell}.lock", "w") as lock:
     while not (runs / afterwards / "began").exists():
         if time.monotonic() > end:
             sys.exit(f"{afterwards} has not begun")
+        time.sleep(0.01)
     shutil.copy(runs / f"{cell}.prepared", runs.parent / "cells" / f"{cell}.json")
 """
 
