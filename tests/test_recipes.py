@@ -72,7 +72,8 @@ def test_small_recipes(recipe):
     assert (experiment.negatives.size, experiment.negatives.momentum) == (4096, 0.99)
     assert experiment.negatives.symmetric is False
     assert experiment.objective.tau_instance == 0.1
-    assert (experiment.batch_size, experiment.learning_rate) == (512, pytest.approx(0.06))
+    assert (experiment.batch_size, experiment.learning_rate) == (512, pytest.approx(0.12))
+    assert (experiment.optimisation.warm_up, experiment.objective.ramp_up) == (0.05, 0.5)
     assert (experiment.optimisation.weight_decay, experiment.optimisation.schedule) == (5e-4, "cosine")
     assert experiment.epochs == 200
     assert experiment.views.blur_probability == 0

@@ -7,14 +7,17 @@ beside the page.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import quote
 
+from co2 import recipes
 from co2.config import Experiment
 from co2.errors import UserError
 from co2.study.grids import STUDIES, label_of
@@ -29,6 +32,7 @@ from co2.study.records import (
     read_record,
     record_path,
 )
+from co2.study.settings import changes_between, parse_assignments
 from co2.study.tables import Results, csv_text, markdown_text
 
 _MARK = "<!-- Written by `co2 study report`. "
@@ -171,6 +175,7 @@ _TELLS: tuple[Callable[[Experiment], str], ...] = (
     lambda base: f"recipe {base.recipe}",
     lambda base: f"batch {base.batch_size}",  # before the learning rate, which follows it
     lambda base: f"learning rate {base.learning_rate:g}",
+    lambda base: f"warm-up {100 * base.optimisation.warm_up:g}%" if base.optimisation.warm_up else "no warm-up",
     lambda base: f"{base.views.size} pixels",
     lambda base: f"crops from {100 * base.views.crop_scale[0]:g}%",
     lambda base: f"{_head(base)} head",
@@ -193,15 +198,43 @@ def _contents(titles: Sequence[str]) -> str:
 
 def _about_the_base(plan: Plan, folder: Path, page: Path) -> str:
     base = plan.base
+    warm_up = base.optimisation.warm_up
     return (
         f"Base: the recipe `{base.recipe}` as {label_of(base)}, with {base.encoder.backbone}, views of "
         f"{base.views.size} pixels, crops from {100 * base.views.crop_scale[0]:g}% of the area, batch "
         f"{base.batch_size}, {base.negatives.size:,} negatives, {base.encoder.groups} groups of batch statistics, "
         f"{'an' if base.encoder.head == 'mlp' else 'a'} {_head(base)} head, an instance temperature of "
         f"{base.objective.tau_instance:g}, a learning rate of {base.learning_rate:g} "
-        f"on a {base.optimisation.schedule} schedule; all of it in "
-        f"[{PLAN}]({_relative(folder / PLAN, page)})."
+        f"on a {base.optimisation.schedule} schedule"
+        f"{f', warmed up over the first {100 * warm_up:g}% of the run' if warm_up else ''}; all of it in "
+        f"[{PLAN}]({_relative(folder / PLAN, page)}).{_recipe_since(plan)}"
     )
+
+
+def _recipe_since(plan: Plan) -> str:
+    """Recipes get better settings. A command that left one to the recipe has to name it, to be the same again."""
+    base = plan.base
+    if base.recipe not in recipes.RECIPES:
+        return f" There is no recipe `{base.recipe}` any more."
+    words = [word for grid in plan.grids.values() for word in shlex.split(grid.command)]
+    named = parse_assignments([value for option, value in pairwise(words) if option == "--set"], "--set")
+    left_out = {
+        name: value
+        for name, value in changes_between(recipes.get(base.recipe), base).items()
+        if name not in named and not name.startswith("monitoring.")  # when a run is looked at, not what it does
+    }
+    options = [
+        shlex.join(["--epochs", str(value)] if name == "epochs" else ["--set", f"{name}={_as_typed(value)}"])
+        for name, value in left_out.items()
+        if name != "epochs" or "--epochs" not in words
+    ]
+    if not options:
+        return ""
+    return f" The recipe has changed since: add `{' '.join(options)}` to have the same settings today."
+
+
+def _as_typed(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _section(plan: Plan, results: Results, folder: Path, page: Path) -> list[str]:

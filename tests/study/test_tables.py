@@ -4,6 +4,7 @@ import csv
 import io
 import math
 import re
+import shlex
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import pytest
 from PIL import Image
 from scipy import stats
 
+from co2 import recipes
 from co2.cli import main
 from co2.errors import UserError
 from co2.study import figures
@@ -451,6 +453,51 @@ def test_a_batch_tells_studies_apart_and_not_the_learning_rate_that_follows_it(p
     text = write_page(folders, tmp_path / "page.md").read_text()
     titles = [line for line in text.splitlines() if line.startswith("## ")]
     assert titles == ["## shapes:40:16, 3 epochs, batch 8", "## shapes:40:16, 3 epochs, batch 16"]
+
+
+def test_a_warm_up_tells_studies_apart(planned, tmp_path):
+    folders = [
+        planned("alpha", folder=tmp_path / f"warm {share}", set=(f"optimisation.warm_up={share}",))[0]
+        for share in (0, 0.05)
+    ]
+    text = write_page(folders, tmp_path / "page.md").read_text()
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert titles == ["## shapes:40:16, 2 epochs, no warm-up", "## shapes:40:16, 2 epochs, warm-up 5%"]
+    assert text.count("warmed up over the first 5% of the run;") == 1
+
+
+def test_a_page_says_what_a_command_takes_since_its_recipe_has_changed(planned, monkeypatch, tmp_path):
+    page = tmp_path / "page.md"
+    own = {"base": "co2-small", "epochs": None, "set": ("views.size=16", "encoder.stem=small-stride-2")}
+    vary = {"vary": ("optimisation.weight_decay=[0.1,0.2]",)}
+    folder, plan = planned("vary", "claim", **own, **vary)
+    assert "has changed" not in write_page([folder], page).read_text()
+    today = recipes.get("co2-small").edit(
+        epochs=7,
+        views={"size": 64, "crop_scale": (0.5, 1.0)},
+        encoder={"stem": "imagenet"},
+        optimisation={"weight_decay": 0.3, "schedule": "constant"},
+        monitoring={"log_every": 3},
+    )
+    recipe = recipes.RECIPES["co2-small"]
+    monkeypatch.setitem(recipes.RECIPES, "co2-small", replace(recipe, build=lambda: today))
+    text = write_page([folder], page).read_text()
+    said = re.search(r"The recipe has changed since: add `(.*)` to have the same settings today\.", text)
+    words = shlex.split(said[1])
+    assert words == [
+        *("--epochs", "200", "--set", "views.crop_scale=[0.08, 1.0]"),
+        *("--set", "optimisation.weight_decay=0.0005", "--set", "optimisation.schedule=cosine"),
+    ]
+    more = (*own["set"], *(value for option, value in zip(words[::2], words[1::2], strict=True) if option == "--set"))
+    again = planned("vary", "claim", folder=tmp_path / "again", **{**own, "epochs": 200, "set": more}, **vary)[1]
+    same = replace(again.base, monitoring=plan.base.monitoring)
+    assert same == plan.base
+
+
+def test_a_page_says_that_a_recipe_is_gone(planned, monkeypatch, tmp_path):
+    folder, _ = planned("claim")
+    monkeypatch.delitem(recipes.RECIPES, "demo-co2")
+    assert "There is no recipe `demo-co2` any more." in write_page([folder], tmp_path / "page.md").read_text()
 
 
 def test_a_page_says_whose_minutes_it_counts(planned, write_cell, tmp_path):
