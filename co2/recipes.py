@@ -125,7 +125,7 @@ def moco_small() -> Experiment:
         views=small_views(32),
         encoder=EncoderSpecification(backbone="torchvision/resnet18", stem="small", head="linear"),
         negatives=NegativesSpecification(source="queue", size=4096, momentum=0.99),
-        objective=ObjectiveSpecification(tau_instance=0.1, tau_consistency=0.1, ramp_up=0.5),
+        objective=ObjectiveSpecification(tau_instance=0.1, tau_consistency=0.1),
         optimisation=OptimisationSpecification(
             base_learning_rate=0.12, base_batch_size=512, weight_decay=5e-4, warm_up=0.05
         ),
@@ -138,7 +138,7 @@ def co2_small() -> Experiment:
     alpha, tau_con and the half of the run over which alpha rises were chosen on a part of CIFAR-10's training images
     (docs/RESULTS.md). The paper's own, 10 and 0.04 from the start, are far too strong at this scale.
     """
-    return moco_small().edit(recipe="co2-small", objective={"alpha": 3.0})
+    return moco_small().edit(recipe="co2-small", objective={"alpha": 3.0, "ramp_up": 0.5})
 
 
 def moco_label_smoothing_small() -> Experiment:
@@ -199,7 +199,7 @@ def demo_moco() -> Experiment:
         ),
         encoder=EncoderSpecification(backbone="co2/resnet10-narrow", stem="small-stride-2", head="linear"),
         negatives=NegativesSpecification(source="queue", size=512, momentum=0.99),
-        objective=ObjectiveSpecification(tau_instance=0.1, tau_consistency=0.4, ramp_up=1.0),
+        objective=ObjectiveSpecification(tau_instance=0.1, tau_consistency=0.4),
         optimisation=OptimisationSpecification(
             base_learning_rate=0.03, base_batch_size=64, weight_decay=5e-4, warm_up=0.1
         ),
@@ -209,7 +209,7 @@ def demo_moco() -> Experiment:
 
 def demo_co2() -> Experiment:
     """The demo with the consistency term."""
-    return demo_moco().edit(recipe="demo-co2", objective={"alpha": 3.0})
+    return demo_moco().edit(recipe="demo-co2", objective={"alpha": 3.0, "ramp_up": 1.0})
 
 
 RECIPES: dict[str, Recipe] = {

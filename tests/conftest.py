@@ -57,10 +57,11 @@ def build_tiny():
         }
         if recipe.startswith(("demo", "moco", "co2-v", "co2-small")):
             small["negatives"] = {"size": 50}
-        if recipe.startswith("demo"):  # a learning rate and an alpha that stay, so that six steps say what they do
-            small["objective"] = {"tau_consistency": 0.1, "ramp_up": 0.0}
-            small["objective"] |= {"alpha": 0.3} if recipe == "demo-co2" else {}
-            small["optimisation"] = {"warm_up": 0.0}
+        # A learning rate and an alpha that stay, so that six steps say what they do.
+        small["objective"] = {"ramp_up": 0.0}
+        small["optimisation"] = {"warm_up": 0.0}
+        if recipe.startswith("demo"):
+            small["objective"] |= {"tau_consistency": 0.1} | ({"alpha": 0.3} if recipe == "demo-co2" else {})
         for name, value in changes.items():
             small[name] = {**small.get(name, {}), **value} if isinstance(value, dict) else value
         return recipes.get(recipe).edit(**small)

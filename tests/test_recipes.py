@@ -73,7 +73,7 @@ def test_small_recipes(recipe):
     assert experiment.negatives.symmetric is False
     assert experiment.objective.tau_instance == 0.1
     assert (experiment.batch_size, experiment.learning_rate) == (512, pytest.approx(0.12))
-    assert (experiment.optimisation.warm_up, experiment.objective.ramp_up) == (0.05, 0.5)
+    assert experiment.optimisation.warm_up == 0.05
     assert (experiment.optimisation.weight_decay, experiment.optimisation.schedule) == (5e-4, "cosine")
     assert experiment.epochs == 200
     assert experiment.views.blur_probability == 0
@@ -109,10 +109,12 @@ def test_each_recipe_carries_its_name_and_survives_json(name):
         ("demo-moco", "demo-co2"),
     ],
 )
-def test_co2_changes_nothing_but_alpha(plain, with_co2):
+def test_co2_changes_nothing_but_alpha_and_how_it_rises(plain, with_co2):
     ours, theirs = recipes.get(with_co2), recipes.get(plain)
     assert ours.objective.alpha > 0 == theirs.objective.alpha
-    without = dataclasses.replace(ours, recipe=plain, objective=dataclasses.replace(ours.objective, alpha=0.0))
+    without = dataclasses.replace(
+        ours, recipe=plain, objective=dataclasses.replace(ours.objective, alpha=0.0, ramp_up=0.0)
+    )
     assert without == theirs
 
 

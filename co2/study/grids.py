@@ -250,7 +250,8 @@ def vary(wanted: Wanted) -> list[Variant]:
                 raise UserError(
                     f"Each value of {setting} is a list itself: --vary {setting}=[[...],[...]], for instance."
                 )
-            experiment = changed(wanted.base, {setting: value})
+            off = WITHOUT if setting == "objective.alpha" and not value else {}  # the same cell as any baseline
+            experiment = changed(wanted.base, {setting: value, **off})
             changes = changes_between(wanted.base, experiment)
             if not changes:
                 continue  # the base's own value

@@ -50,12 +50,15 @@ def test_collapse_is_told_and_health_is_not():
     assert "collapsed" in text
 
 
+COLD = {"optimisation": {"warm_up": 0.0}}
+
+
 def health(rank):
     return {"mean_norm": 0.9, "effective_rank": rank, "uniformity": -0.5}
 
 
 def test_a_start_that_narrows_the_embeddings_is_told_with_its_remedy():
-    ours = advisor()
+    ours = advisor(**COLD)
     ours.untrained(health(48.0))
     (text,) = ours.after_epoch(health(5.0))
     assert "effective rank 5.0, untrained 48.0" in text
@@ -66,8 +69,8 @@ def test_a_start_that_narrows_the_embeddings_is_told_with_its_remedy():
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({"objective": {"alpha": 3.0}}, "--optimisation.warm-up 0.05 and --objective.ramp-up 0.5"),
-        ({"objective": {"alpha": 3.0, "ramp_up": 0.5}}, "--optimisation.warm-up 0.05, or"),
+        ({"objective": {"alpha": 3.0}, **COLD}, "--optimisation.warm-up 0.05 and --objective.ramp-up 0.5"),
+        ({"objective": {"alpha": 3.0, "ramp_up": 0.5}, **COLD}, "--optimisation.warm-up 0.05, or"),
         ({"optimisation": {"warm_up": 0.05}}, ": a longer --optimisation.warm-up, or"),
         ({"optimisation": {"warm_up": 0.6}}, ": a longer --optimisation.warm-up, or"),
     ],
@@ -81,7 +84,7 @@ def test_the_remedy_for_a_narrow_start_is_one_that_the_run_does_not_have(changes
 def test_embeddings_that_narrow_a_little_or_later_or_in_a_continued_run_are_not_a_narrow_start():
     ours = advisor()
     assert ours.after_epoch(health(5.0)) == []  # continued: what the untrained network had is not known
-    ours = advisor()
+    ours = advisor(**COLD)
     ours.untrained(health(48.0))
     assert ours.after_epoch(health(17.0)) == []
     assert ours.after_epoch(health(5.0)) == []
