@@ -176,7 +176,7 @@ class _PackedImages:
 def _packed_images(source: ImageSource, recipe: _Recipe, first: int, workers: int) -> Iterator[list[_Image | str]]:
     parts = in_parts(range(first, len(source)), _IMAGES_AT_ONCE)
     try:
-        yield from results_of(_PackedImages(source, recipe), parts, workers, for_gpu=False)
+        yield from results_of(_PackedImages(source, recipe), parts, workers, tensors=False)
     except WorkerLost as error:
         raise RunError(f"{error} What is packed is kept: run the command again to go on.") from None
 

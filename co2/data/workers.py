@@ -6,10 +6,12 @@ import atexit
 import copy
 import multiprocessing
 import signal
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import connection
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -35,9 +37,9 @@ class Workers(Generic[Entry, Result]):
     They begin when results are first wanted, and serve whoever wants some, one after the other, until `end`.
     """
 
-    def __init__(self, make: Callable[[Entry], Result], count: int, *, for_gpu: bool = True) -> None:
-        """`make` is copied into each process. `for_gpu`: tensors of results wait in memory that a GPU can read, if
-        there is one."""
+    def __init__(self, make: Callable[[Entry], Result], count: int, *, tensors: bool = True) -> None:
+        """`make` is copied into each process. `tensors`: results are handed over in shared memory, and wait where a GPU
+        can read them, if there is one; other results are sent through a pipe."""
         self._wanted: _Wanted[Entry] = _Wanted()
         self._loader: DataLoader[Any] = DataLoader(
             _Made(make),
@@ -48,9 +50,10 @@ class Workers(Generic[Entry, Result]):
             worker_init_fn=_begin_worker,
             multiprocessing_context=_context() if count > 0 else None,
             persistent_workers=count > 0,
-            pin_memory=for_gpu and torch.cuda.is_available(),
+            pin_memory=tensors and torch.cuda.is_available(),
             generator=torch.Generator(),  # of its own: from torch's it would take a number for each epoch
         )
+        self._by_pipe = count > 0 and not tensors
         self.lost = 0
         """How many the system has ended so far. A few are replaced; more than that are no accident."""
         _all_workers.add(self)
@@ -61,7 +64,7 @@ class Workers(Generic[Entry, Result]):
         while done < len(wanted):
             self._wanted.entries = wanted[done:]
             try:
-                for result in _checked(self._loader):
+                for result in _checked(self._loader, self._by_pipe):
                     yield result
                     done += 1
             except WorkerLost:
@@ -79,11 +82,11 @@ class Workers(Generic[Entry, Result]):
 
 
 def results_of(
-    make: Callable[[Entry], Result], wanted: Sequence[Entry], workers: int, *, for_gpu: bool = True
+    make: Callable[[Entry], Result], wanted: Sequence[Entry], workers: int, *, tensors: bool = True
 ) -> Iterator[Result]:
     """What is made of each of these entries, in order, by processes that end with the last one, or with the wish for
     more."""
-    making = Workers(make, workers, for_gpu=for_gpu)
+    making = Workers(make, workers, tensors=tensors)
     try:
         yield from making.results(wanted)
     finally:
@@ -147,26 +150,52 @@ def _as_it_is(result: Any) -> Any:  # by name, because a worker that is not fork
     return result
 
 
-def _checked(loader: DataLoader[Any]) -> Iterator[Any]:
+def _checked(loader: DataLoader[Any], by_pipe: bool) -> Iterator[Any]:
     """What a loader gives; what went wrong in a worker is told in a plain sentence."""
     try:
         with _signals_held_back():  # from workers that are just beginning
             results = iter(loader)
+        if by_pipe:
+            _end_half_messages(results)
         for result in results:
             if isinstance(result, UserError):
                 # A new one: an error that is also a variable of the frame it remembers is only freed by the garbage
                 # collector, and with it the loader, whose workers then take seconds to end.
                 raise type(result)(str(result))
             yield result
-    except (RuntimeError, ConnectionError, EOFError) as error:
-        # The connection to a worker breaks when it is ended in the middle of handing something over.
-        broken = loader.num_workers > 0 and isinstance(error, ConnectionError | EOFError)
+    except (RuntimeError, OSError, EOFError) as error:
+        # The connection to a worker breaks when it is ended in the middle of handing something over. An OSError without
+        # a number is not the system's: multiprocessing tells of half a message with one.
+        half = isinstance(error, OSError) and error.errno is None
+        broken = loader.num_workers > 0 and (half or isinstance(error, ConnectionError | EOFError))
         if not broken and "DataLoader worker" not in str(error):
             raise
         raise WorkerLost(
             f"A process that prepares images was ended by the system ({error}). Most often memory ran out, or "
             "shared memory (/dev/shm) is too small: try fewer --workers, or 0."
         ) from error
+
+
+def _end_half_messages(iterator: Any) -> None:
+    """Let a worker's death end what it was just sending.
+
+    Whoever reads a large message waits for the rest of it until nobody holds the writing end of the pipe any more. This
+    process does, and so do the other workers.
+    """
+    pipe = iterator._worker_result_queue._writer
+    if not pipe.closed:  # else these are workers from before, which are watched
+        pipe.close()
+        threading.Thread(target=_end_with_the_first, args=(iterator,), daemon=True).start()
+
+
+def _end_with_the_first(iterator: Any) -> None:
+    workers = list(iterator._workers)
+    done: _Flag = iterator._workers_done_event
+    del iterator  # it ends its workers when nobody knows it any more
+    connection.wait([worker.sentinel for worker in workers])
+    if not done.is_set():
+        for worker in workers:
+            worker.kill()
 
 
 # More of them than cores is what the user asked for, and torch would say so at length, in its own words.

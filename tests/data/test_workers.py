@@ -1,17 +1,20 @@
 """Processes that prepare something: what they make comes in order, whatever happens to them."""
 
+import array
+import fcntl
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 
 import pytest
 import torch
 
-from co2.data.workers import in_parts, results_of
+from co2.data.workers import Workers, in_parts, results_of
 from co2.errors import RunError
 
 
@@ -98,6 +101,32 @@ def test_a_worker_that_is_killed_with_a_lock_in_its_hands_is_replaced(tmp_path):
     process.join()
     assert process.exitcode == 0
     assert (tmp_path / "it happened").exists()
+
+
+def large_from_the_first(number):
+    return bytes(8 << 20 if torch.utils.data.get_worker_info().id == 0 else 8)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_is_killed_in_the_middle_of_a_message_is_replaced(workers):
+    def body():
+        making = Workers(large_from_the_first, workers, tensors=False)
+        results = making.results(range(8))
+        next(results)
+        iterator = making._loader._iterator
+        waiting = array.array("i", [0])
+        while waiting[0] < 1 << 15:  # more than small messages take: a large one has begun, and does not fit
+            time.sleep(0.01)
+            fcntl.ioctl(iterator._worker_result_queue._reader.fileno(), termios.FIONREAD, waiting)
+        os.kill(iterator._workers[0].pid, signal.SIGKILL)
+        os._exit(0 if (len(list(results)), making.lost) == (7, 1) else 1)
+
+    process = multiprocessing.get_context("fork").Process(target=body)  # so that nobody waits for it for ever
+    process.start()
+    process.join(timeout=60)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("workers", [0, 1])
