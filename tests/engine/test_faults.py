@@ -484,8 +484,9 @@ def test_a_kill_in_a_measurement_costs_neither_the_epoch_nor_the_measurement(tin
 
 
 def wait_for(path):
-    deadline = time.monotonic() + 30
-    while not path.exists() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} was not written"
         time.sleep(0.01)
 
 
