@@ -32,18 +32,20 @@ class Encoder(nn.Module):
         return F.normalize(projected, dim=1)  # [N, D]
 
 
+def build_head(width: int, hidden: int | None, dimension: int) -> nn.Module:
+    """What projects features of this width: a layer (MoCo v1), or two with a hidden one between them."""
+    if hidden is None:
+        return nn.Linear(width, dimension)
+    # MoCo v2 (Chen et al. 2020, table 1): for ResNet-50, 2048 - 2048 - 128
+    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, dimension))
+
+
 def build_encoder(specification: EncoderSpecification, view_size: int) -> Encoder:
     """An encoder with fresh weights, in training mode, whose BatchNorm layers work in the specified groups."""
     backbone = build_backbone(specification.backbone, specification.stem, view_size)
     width = feature_width(backbone)
-    if specification.head == "linear":  # MoCo v1
-        head: nn.Module = nn.Linear(width, specification.dimension)
-    else:  # MoCo v2 (Chen et al. 2020, table 1): for ResNet-50, 2048 - 2048 - 128
-        hidden = specification.hidden or width
-        head = nn.Sequential(
-            nn.Linear(width, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, specification.dimension)
-        )
-    encoder = Encoder(backbone, head)
+    hidden = None if specification.head == "linear" else specification.hidden or width
+    encoder = Encoder(backbone, build_head(width, hidden, specification.dimension))
     group_batch_statistics(encoder, specification.groups)
     fuse_residual_blocks(encoder)
     return encoder

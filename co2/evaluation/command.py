@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import tyro
 
 from co2.errors import RunError, UserError
-from co2.evaluation.presets import ALL, PROTOCOLS, Preset, check_given, protocol_called, settings_of
+from co2.evaluation.presets import ALL, OF_EMBEDDINGS, PROTOCOLS, Preset, check_given, protocol_called, settings_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,6 +56,9 @@ class Request:
     """label-free: all checkpoints of the run, with their kNN accuracy and how well each measure follows it."""
     view_size: int | None = None
     """Side of the views in pixels; by default what the subject was trained with, or 224."""
+    embeddings: bool = False
+    """knn, linear, svm, label-free: judge what comes out of the head instead of the features before it, as the MoCo
+    authors' notebook does. For run folders that have checkpoints, and official MoCo checkpoints."""
     out: str = ""
     """Where records go: a .json file, or a folder. By default evaluation/ in the run folder, or here."""
     device: str = "auto"
@@ -86,6 +89,11 @@ def run(words: list[str]) -> int:
         raise UserError("--checkpoints is for label-free: co2 evaluate label-free RUN --checkpoints.")
     if request.checkpoints and (request.runs != 1 or request.against not in ("", "none")):
         raise UserError("--checkpoints looks at one run, once: leave --runs and --against out.")
+    if request.embeddings and name not in OF_EMBEDDINGS:
+        raise UserError(
+            f"--embeddings is for {', '.join(OF_EMBEDDINGS)}, which leave the backbone as it is. Others train it, and "
+            "have no use for the head."
+        )
     given = _given(words)
     check_given(settings, given)
     _evaluate(name, request, settings, given, command=shlex.join(["co2", "evaluate", *words]))
@@ -156,11 +164,12 @@ def _evaluate(name: str, request: Request, settings: Any, given: Set[str], comma
 
     if request.subject.endswith(":DEFAULT"):
         print(f"{request.subject}: published weights, downloaded unless they are there already.", file=sys.stderr)
-    subject = open_subject(request.subject, view_size=request.view_size, seed=request.seed)
+    how: Any = {"view_size": request.view_size, "seed": request.seed, "embeddings": request.embeddings}
+    subject = open_subject(request.subject, **how)
     subjects = [subject]
     against = request.against or ("random" if name == ALL and subject.drawn_from is None else "none")
     if against != "none":
-        subjects.append(open_subject(against, view_size=request.view_size, like=subject, seed=request.seed))
+        subjects.append(open_subject(against, like=subject, **how))
     records = _Records(request, command)
     with shown() as progress:
         circumstances = suite.circumstances_of(
@@ -178,7 +187,7 @@ def _evaluate(name: str, request: Request, settings: Any, given: Set[str], comma
         followed: dict[str, float] = {}
         if request.checkpoints:
             runs = suite.evaluate_checkpoints(
-                request.subject, settings, circumstances, request.protocol, request.view_size
+                request.subject, settings, circumstances, request.protocol, request.view_size, request.embeddings
             )
             found["label-free", request.subject] = runs
             followed = label_free.correlations(runs) if "knn_top1" in runs[0].numbers else {}

@@ -65,6 +65,7 @@ PROTOCOLS: dict[str, Protocol] = {
         "what can be said without any label", "label_free", plain.LABEL_FREE_PAPER, plain.LABEL_FREE_QUICK
     ),
 }
+OF_EMBEDDINGS = ("knn", "linear", "svm", "label-free")  # frozen features in: these can be a head's output as well
 
 
 def protocol_called(name: str) -> Protocol:

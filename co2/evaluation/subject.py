@@ -18,7 +18,7 @@ import pickle
 import re
 import urllib.error
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from torchvision.models.resnet import ResNet
 from co2.checkpoint import BACKBONE, checkpoints, load_weights, read_backbone, read_checkpoint
 from co2.config import Experiment
 from co2.encoders.backbones import build_backbone, feature_width
+from co2.encoders.encoder import Encoder, build_head
 from co2.encoders.specification import Stem
 from co2.errors import UserError, did_you_mean
 from co2.evaluation.presets import MOCO_V1, MOCO_V2
@@ -39,6 +40,7 @@ from co2.views.specification import VIEW_SIZES, Augmentation
 PAPER_BACKBONE = "torchvision/resnet50"
 SEEDS = 2**63
 _KEYS_SHOWN = 6  # of those that do not fit
+_WIDEST_LAYER = 2**16  # of a head
 # In what torch says of a pickle that it refuses.
 _ASKS_FOR_CODE = re.compile(r"error:.*(GLOBAL|unrecognized function|allowlisted)", re.DOTALL)
 
@@ -53,6 +55,8 @@ class Subject:
     """Which model it is: torchvision/resnet50, timm/NAME, co2/resnet10-narrow."""
     weights: Mapping[str, Tensor]
     """Its state dict, without a classifier, on the CPU."""
+    head: Mapping[str, Tensor] = field(default_factory=dict)
+    """The state dict of the head that it was trained with, where embeddings are to be judged and not features."""
     stem: Stem = "standard"
     view_size: int = 224
     """Side of the views that it is shown, in pixels."""
@@ -66,11 +70,15 @@ class Subject:
     """By which recipe it was trained (of an official checkpoint, moco-v1 or moco-v2), where that is known."""
 
     def build(self, classes: int = 0) -> nn.Module:
-        """A new module with the subject's weights: returning pooled features [N, width], or the logits [N, classes] of
-        a new, randomly initialised classifier."""
+        """A new module with the subject's weights: returning pooled features [N, width], or embeddings on the unit
+        sphere where it has a head, or the logits [N, classes] of a new, randomly initialised classifier."""
         module = build_backbone(self.backbone, self.stem, self.view_size, classes)
         load_weights(module, self.weights, strict=classes == 0)  # all but the classifier, as open_subject saw
-        return module
+        if not self.head or classes:
+            return module
+        head = _empty_head(self.head)
+        load_weights(head, self.head)
+        return Encoder(module, head)
 
     def spatial(self) -> ResNet:
         """A new module with the subject's weights, for protocols that need conv1 to layer4 one by one."""
@@ -84,7 +92,9 @@ class Subject:
 
     @cached_property
     def width(self) -> int:
-        """Length of the pooled features."""
+        """Length of the pooled features, or of the embeddings."""
+        if self.head:
+            return len(self.head["weight" if "weight" in self.head else "2.weight"])
         return feature_width(build_backbone(self.backbone, self.stem, self.view_size))
 
     @property
@@ -96,7 +106,7 @@ class Subject:
             "view_size": self.view_size,
             "mean": self.mean,
             "std": self.std,
-        }
+        } | ({"embeddings": self.width} if self.head else {})
 
     @property
     def views(self) -> Augmentation:
@@ -115,31 +125,54 @@ class Subject:
     def random(self, seed: int = 0) -> Subject:
         """The same architecture with random weights: what a subject is compared with."""
         fresh = _fresh_weights(self.backbone, self.stem, self.view_size, seed)
-        return replace(self, name="random", weights=fresh, steps=None, drawn_from=seed)
+        head = {}
+        if self.head:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                head = _empty_head(self.head).state_dict()
+        return replace(self, name="random", weights=fresh, head=head, steps=None, drawn_from=seed)
 
 
-def open_subject(name: str, *, view_size: int | None = None, like: Subject | None = None, seed: int = 0) -> Subject:
+def open_subject(
+    name: str,
+    *,
+    view_size: int | None = None,
+    like: Subject | None = None,
+    seed: int = 0,
+    embeddings: bool = False,
+) -> Subject:
     """The backbone that `name` stands for; see the top of this file.
 
     Args:
         name: a run folder, a file, a model's name, or `random`.
         view_size: side of the views to show it, instead of the one that it was trained with (224 where unknown).
-        like: whose architecture, views and normalisation `random` takes.
+        like: whose architecture, views, normalisation and kind of head `random` takes.
         seed: what random weights are drawn from.
+        embeddings: with the head that it was trained with, which checkpoints have.
     """
     if not 0 <= seed < SEEDS:
         raise UserError(f"--seed must be a whole number from 0 to 2^63 - 1; got {seed}.")
     if view_size is not None and view_size not in VIEW_SIZES:
         raise UserError(f"--view-size must be from {VIEW_SIZES[0]} to {VIEW_SIZES[-1]} pixels; got {view_size}.")
     try:
-        return _open(name, view_size, like, seed)
+        return _open(name, view_size, like, seed, embeddings)
     except UserError as error:  # backbones speak the language of `co2 pretrain`
         raise type(error)(str(error).replace("--views.size", "--view-size")) from error
 
 
-def _open(name: str, view_size: int | None, like: Subject | None, seed: int) -> Subject:
+def _open(name: str, view_size: int | None, like: Subject | None, seed: int, embeddings: bool) -> Subject:
     if name == "random" and like is not None:
         return _checked(like.random(seed), view_size)
+    subject = _named(name, view_size, seed, embeddings)
+    if embeddings and not subject.head:
+        raise UserError(
+            f"{name} has no head, and embeddings are what comes out of one. Heads are in the checkpoints of a run, "
+            "and in official MoCo checkpoints: give a run folder that still has its checkpoints/, or such a file."
+        )
+    return subject
+
+
+def _named(name: str, view_size: int | None, seed: int, embeddings: bool) -> Subject:
     kind, _, rest = name.partition(":")
     if kind == "random":
         return _checked(replace(_model(rest or PAPER_BACKBONE, "", seed, view_size), name=name), view_size)
@@ -154,14 +187,15 @@ def _open(name: str, view_size: int | None, like: Subject | None, seed: int) -> 
             f"There is no '{name}' to evaluate.{hint} Give a run folder, a backbone.safetensors, an official MoCo "
             "checkpoint (.pth.tar), torchvision/NAME or timm/NAME (with :DEFAULT for its published weights), or random."
         )
-    unfinished = checkpoints(path) if path.is_dir() and not (path / BACKBONE).is_file() else []
-    if unfinished:
-        subject = _pickled(unfinished[-1])
+    from_checkpoint = path.is_dir() and (embeddings or not (path / BACKBONE).is_file())
+    found = checkpoints(path) if from_checkpoint else []
+    if found:
+        subject = _pickled(found[-1])
     elif path.is_dir() or path.suffix == ".safetensors":
         subject = _saved_backbone(path)
     else:
         subject = _pickled(path)
-    return _checked(replace(subject, name=name), view_size)
+    return _checked(replace(subject, name=name, head=subject.head if embeddings else {}), view_size)
 
 
 def _saved_backbone(path: Path) -> Subject:
@@ -225,13 +259,12 @@ def _training_checkpoint(path: Path, state: Mapping[str, Any]) -> Subject:
     if not isinstance(state["experiment"], str) or not isinstance(steps, int):
         raise UserError(f"{path} is not a checkpoint of `co2 pretrain`: it does not say of which run, and which step.")
     experiment = Experiment.from_json(state["experiment"])
-    prefix = "encoder.backbone."
-    entries = _tensors(path, "mechanism", state["mechanism"], prefix)
-    weights = {key.removeprefix(prefix): value for key, value in entries.items()}
+    mechanism = state["mechanism"]
     return Subject(
         name=str(path),
         backbone=experiment.encoder.backbone,
-        weights=weights,
+        weights=_tensors(path, "mechanism", mechanism, "encoder.backbone."),
+        head=_tensors(path, "mechanism", mechanism, "encoder.head."),
         stem=_stem_as_trained(experiment.encoder.stem, experiment.views.size),
         view_size=experiment.views.size,
         mean=experiment.views.mean,
@@ -255,11 +288,12 @@ def _moco_checkpoint(path: Path, state: Mapping[str, Any]) -> Subject:
         )
     architecture = str(state.get("arch", "resnet50"))
     recipe = MOCO_V1 if "fc.weight" in entries else MOCO_V2 if "fc.0.weight" in entries else ""
-    return Subject(name=str(path), backbone=f"torchvision/{architecture}", weights=weights, recipe=recipe)
+    head = {key.removeprefix("fc."): value for key, value in entries.items() if key.startswith("fc.")}
+    return Subject(name=str(path), backbone=f"torchvision/{architecture}", weights=weights, head=head, recipe=recipe)
 
 
 def _tensors(path: Path, name: str, entries: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a state dict whose names begin with `prefix`, once it is known to be one."""
+    """The tensors of a state dict whose names begin with `prefix`, without it, once it is known to be one."""
     if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
         raise UserError(f"{path} is damaged, or no checkpoint: its {name} does not name tensors.")
     found = {key: value for key, value in entries.items() if key.startswith(prefix)}
@@ -268,7 +302,16 @@ def _tensors(path: Path, name: str, entries: Any, prefix: str = "") -> dict[str,
             raise UserError(
                 f"{path} is damaged, or no checkpoint: {key} in its {name} is a {type(value).__name__}, not a tensor."
             )
-    return found
+    return {key.removeprefix(prefix): value for key, value in found.items()}
+
+
+def _empty_head(like: Mapping[str, Tensor]) -> nn.Module:
+    """A head of the kind that has a state dict like this: one layer, or two."""
+    if "weight" in like:
+        dimension, width = like["weight"].shape
+        return build_head(width, None, dimension)
+    hidden, width = like["0.weight"].shape
+    return build_head(width, hidden, len(like["2.weight"]))
 
 
 def _model(backbone: str, weights: str, seed: int, view_size: int | None) -> Subject:
@@ -349,7 +392,8 @@ def _published_timm(backbone: str, weights: str, view_size: int | None) -> Subje
 def _checked(subject: Subject, view_size: int | None) -> Subject:
     """The subject with the view size that was asked for, once its weights are known to be all that its model needs."""
     subject = replace(subject, view_size=view_size or subject.view_size)
-    wanted = build_backbone(subject.backbone, subject.stem, subject.view_size).state_dict()
+    backbone = build_backbone(subject.backbone, subject.stem, subject.view_size)
+    wanted = backbone.state_dict()
     complaints = []
     missing = [key for key in wanted if key not in subject.weights]
     unknown = [key for key in subject.weights if key not in wanted]
@@ -367,7 +411,12 @@ def _checked(subject: Subject, view_size: int | None) -> Subject:
             + (f" with the {subject.stem} stem" if subject.stem != "standard" else "")
             + f". {'; '.join(complaints)}. Is this the file of another architecture?"
         )
-    for key, tensor in subject.weights.items():
+    if subject.head and not _is_head(subject.head, feature_width(backbone)):
+        raise UserError(
+            f"The head in {subject.name} is neither MoCo's nor MoCo v2's, or not of {subject.backbone}: it has "
+            f"{_some(f'{key} {tuple(tensor.shape)}' for key, tensor in subject.head.items())}."
+        )
+    for key, tensor in (*subject.weights.items(), *subject.head.items()):
         if tensor.is_floating_point() and not tensor.float().isfinite().all():
             raise UserError(
                 f"The weights in {subject.name} are not all finite numbers, {key} is the first that is not: the run "
@@ -375,6 +424,23 @@ def _checked(subject: Subject, view_size: int | None) -> Subject:
                 "rate."
             )
     return subject
+
+
+def _is_head(entries: Mapping[str, Tensor], width: int) -> bool:
+    """Whether these are the weights of one layer, or of two, on features of this width. Files may claim any shape."""
+    shapes = {key: tuple(tensor.shape) for key, tensor in entries.items()}
+    outputs = {key: shape[0] for key, shape in shapes.items() if shape and 0 < shape[0] <= _WIDEST_LAYER}
+    if shapes.keys() == outputs.keys() == {"weight", "bias"}:
+        return shapes == {"weight": (outputs["weight"], width), "bias": (outputs["weight"],)}
+    if shapes.keys() == outputs.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}:
+        hidden, dimension = outputs["0.weight"], outputs["2.weight"]
+        return shapes == {
+            "0.weight": (hidden, width),
+            "0.bias": (hidden,),
+            "2.weight": (dimension, hidden),
+            "2.bias": (dimension,),
+        }
+    return False
 
 
 def _three(numbers: Sequence[float]) -> tuple[float, float, float]:

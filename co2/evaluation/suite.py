@@ -16,7 +16,7 @@ from co2.checkpoint import CONFIG, checkpoints
 from co2.config import Experiment
 from co2.data.open import DataSplits, open_data
 from co2.errors import RunError, UserError, did_you_mean
-from co2.evaluation.presets import ALL, PROTOCOLS, Preset, check_given, protocol_called, settings_of
+from co2.evaluation.presets import ALL, OF_EMBEDDINGS, PROTOCOLS, Preset, check_given, protocol_called, settings_of
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.subject import SEEDS, Subject, open_subject
@@ -71,6 +71,7 @@ def evaluate(
     runs: int = 1,
     seed: int = 0,
     view_size: int | None = None,
+    embeddings: bool = False,
     device: str = "auto",
     workers: int = -1,
     progress: Progress = SILENT,
@@ -90,6 +91,8 @@ def evaluate(
         seed: whatever is random follows from it.
         view_size: side of the views in pixels; by default what the subject was trained with, or 224. An opened
             `Subject` has its own.
+        embeddings: knn, linear, svm, label-free: judge what comes out of the head instead of the features before it.
+            An opened `Subject` has a head or has none.
         device: cuda, cuda:1, cpu or auto.
         workers: processes that read images; -1 takes what the machine has.
         progress: is told how far it is.
@@ -99,7 +102,11 @@ def evaluate(
         chosen = _changed(settings if settings is not None else settings_of(protocol, preset), changes, protocol)
     elif settings is not None or changes:
         raise UserError("all has the settings of its preset. Give others to one protocol at a time.")
-    opened = subject if isinstance(subject, Subject) else open_subject(str(subject), view_size=view_size, seed=seed)
+    if embeddings and protocol not in OF_EMBEDDINGS:
+        raise UserError(f"Only {', '.join(OF_EMBEDDINGS)} can judge embeddings.")
+    opened = subject
+    if not isinstance(opened, Subject):
+        opened = open_subject(str(opened), view_size=view_size, seed=seed, embeddings=embeddings)
     circumstances = circumstances_of(
         opened, data=str(data), voc=str(voc), runs=runs, seed=seed, device=device, workers=workers, progress=progress
     )
@@ -199,7 +206,12 @@ def _remedy(protocol: str, settings: Any) -> str:
 
 
 def evaluate_checkpoints(
-    run: str | Path, settings: Any, circumstances: Circumstances, preset: str = "", view_size: int | None = None
+    run: str | Path,
+    settings: Any,
+    circumstances: Circumstances,
+    preset: str = "",
+    view_size: int | None = None,
+    embeddings: bool = False,
 ) -> list[Evaluation]:
     """label-free of every checkpoint of a run, the oldest first, with `knn_top1` where the data have labels."""
     found = checkpoints(Path(run).expanduser())
@@ -213,7 +225,7 @@ def evaluate_checkpoints(
     evaluations = []
     for path in found:
         circumstances.progress.say(path.name)
-        subject = open_subject(str(path), view_size=view_size)
+        subject = open_subject(str(path), view_size=view_size, embeddings=embeddings)
         [one] = evaluate_runs("label-free", subject, settings, circumstances, preset)
         if material.bank is not None:
             [accuracy] = evaluate_runs("knn", subject, settings_of("knn", "quick"), circumstances)

@@ -238,6 +238,31 @@ def test_one_protocol_on_a_run_folder(pretrained_run, tmp_path, capsys):
     assert {"co2", "torch", "device", "seconds"} <= record["details"]["made_with"].keys()
 
 
+def test_knn_of_embeddings_is_what_the_run_itself_measured(tiny, tmp_path, capsys):
+    measured = {"bank_images": 200, "query_images": 100}
+    run = pretrain(tiny("demo-co2", data="shapes:300:16", monitoring=measured), out=tmp_path / "run")
+    words = ["evaluate", "knn", str(run), "--bank-images", "200", "--query-images", "100", "--device", "cpu"]
+    assert main([*words, "--embeddings"]) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if row["kind"] == "epoch"][-1]
+    (path,) = (run / "evaluation").glob("knn-*.json")
+    record = json.loads(path.read_text())
+    assert record["numbers"]["top1"] == pytest.approx(100 * last["knn_embedding_top1"])
+    assert record["architecture"]["embeddings"] == json.loads((run / "config.json").read_text())["encoder"]["dimension"]
+    assert main(words) == 0  # of features, which have a record of their own
+    (other,) = set((run / "evaluation").glob("knn-*.json")) - {path}
+    assert json.loads(other.read_text())["numbers"]["top1"] == pytest.approx(100 * last["knn_top1"])
+    assert last["knn_top1"] != last["knn_embedding_top1"]
+
+
+@pytest.mark.parametrize("name", ["semi-supervised", "detection", "segmentation", "all"])
+def test_what_trains_the_backbone_has_no_use_for_embeddings(pretrained_run, name, capsys):
+    assert main(["evaluate", name, str(pretrained_run), "--embeddings"]) == 2
+    assert "--embeddings is for knn, linear, svm, label-free, which leave the backbone" in capsys.readouterr().err
+    with pytest.raises(co2.UserError, match="Only knn, linear, svm, label-free can judge embeddings"):
+        co2.evaluate(name, pretrained_run, embeddings=True)
+
+
 def test_several_runs_are_summed_up_by_mean_and_standard_deviation(pretrained_run, tmp_path, capsys):
     words = ["linear", pretrained_run, "--data", "shapes:120:32", "--runs", "3", "--seed", "4", "--out", tmp_path]
     assert main(["evaluate", *map(str, words), "--crops", "1", "--strengths", "0.1", *CPU]) == 0

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import co2
 from co2.checkpoint import checkpoints, read_checkpoint
 from co2.encoders.backbones import build_backbone
+from co2.encoders.encoder import build_encoder
 from co2.evaluation.subject import open_subject
 from co2.views.specification import Augmentation
 
@@ -67,6 +68,73 @@ def test_official_moco_checkpoints(tmp_path, head):
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         assert torch.equal(subject.build().eval()(images), plain.eval()(images))
+
+
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_embeddings_are_what_an_official_checkpoint_was_trained_with(tmp_path, head):
+    path = tmp_path / "moco_200ep.pth.tar"
+    state = moco_checkpoint(path, head)
+    subject = open_subject(str(path), embeddings=True, view_size=64)
+    plain = torchvision.models.resnet18(num_classes=128)
+    if head == "mlp":
+        plain.fc = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), plain.fc)
+    prefix = "module.encoder_q."
+    plain.load_state_dict({key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)})
+    images = torch.rand(3, 3, 64, 64)
+    with torch.no_grad():
+        wanted = torch.nn.functional.normalize(plain.eval()(images), dim=1)
+        torch.testing.assert_close(subject.build().eval()(images), wanted)
+    assert subject.width == subject.architecture["embeddings"] == 128
+    without = open_subject(str(path), view_size=64)
+    assert without.width == 512
+    assert not without.head
+    assert "embeddings" not in without.architecture
+
+
+def test_embeddings_of_a_run_are_those_of_its_newest_checkpoint(pretrained_run):
+    subject = open_subject(str(pretrained_run), embeddings=True)
+    state = read_checkpoint(checkpoints(pretrained_run)[-1])
+    experiment = co2.Experiment.from_json(state["experiment"])
+    encoder = build_encoder(experiment.encoder, experiment.views.size)
+    weights = {key: value for key, value in state["mechanism"].items() if key.startswith("encoder.")}
+    encoder.load_state_dict({key.removeprefix("encoder."): value for key, value in weights.items()})
+    images = torch.rand(3, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(subject.build().eval()(images), encoder.eval()(images))
+    fresh = open_subject("random", like=subject, seed=3, embeddings=True)
+    assert fresh.head.keys() == subject.head.keys()
+    assert not torch.equal(fresh.head["weight"], subject.head["weight"])
+    assert torch.equal(fresh.head["weight"], subject.random(3).head["weight"])
+
+
+def test_what_has_no_head_has_no_embeddings(pretrained_run, tmp_path):
+    (tmp_path / "backbone.safetensors").symlink_to(pretrained_run / "backbone.safetensors")
+    for name in (tmp_path, tmp_path / "backbone.safetensors", "co2/resnet10-narrow", "random"):
+        with pytest.raises(co2.UserError, match="has no head, and embeddings are what comes out of one"):
+            open_subject(str(name), embeddings=True)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"fc.weight": torch.zeros(8, 100), "fc.bias": torch.zeros(8)},  # of another backbone
+        {"fc.weight": torch.zeros(8, 512)},
+        {"fc.weight": torch.zeros(()), "fc.bias": torch.zeros(8)},
+        {"fc.weight": torch.zeros(1, 1).expand(2**40, 512), "fc.bias": torch.zeros(1).expand(2**40)},
+        {"fc.0.weight": torch.zeros(8, 512), "fc.0.bias": torch.zeros(8), "fc.2.weight": torch.zeros(4, 9)},
+    ],
+    ids=["width", "no bias", "scalar", "huge", "half"],
+)
+def test_heads_of_another_kind_are_refused_where_they_are_needed(tmp_path, head):
+    path = tmp_path / "odd.pth.tar"
+    model = torchvision.models.resnet18()
+    state = {key: value for key, value in model.state_dict().items() if not key.startswith("fc.")} | head
+    torch.save({"arch": "resnet18", "state_dict": {f"module.encoder_q.{k}": v for k, v in state.items()}}, path)
+    assert open_subject(str(path)).width == 512
+    with pytest.raises(
+        co2.UserError, match=r"odd\.pth\.tar is neither MoCo's nor MoCo v2's, or not of torchvision/resn"
+    ):
+        open_subject(str(path), embeddings=True)
 
 
 def test_a_checkpoint_of_another_architecture_names_the_keys(tmp_path):
