@@ -169,11 +169,13 @@ def co2_simclr_small() -> Experiment:
 
 
 def insdisc_small() -> Experiment:
-    """InsDisc for small images."""
+    """InsDisc for small images. Its bank is an epoch old, and takes smaller steps than MoCo's queue: half the learning
+    rate, chosen with a narrow network on a part of CIFAR-10's training images (results/insdisc-small)."""
     return moco_small().edit(
         recipe="insdisc-small",
         encoder={"groups": 1, "shuffle_keys": False},
         negatives={"source": "memory-bank", "momentum": 0.5},
+        optimisation={"base_learning_rate": 0.06},
     )
 
 
