@@ -185,15 +185,13 @@ def _end_half_messages(iterator: Any) -> None:
     pipe = iterator._worker_result_queue._writer
     if not pipe.closed:  # else these are workers from before, which are watched
         pipe.close()
-        threading.Thread(target=_end_with_the_first, args=(iterator,), daemon=True).start()
+        about = (list(iterator._workers), iterator._workers_done_event)  # not itself: who knows it keeps it
+        threading.Thread(target=_end_with_the_first, args=about, daemon=True).start()
 
 
-def _end_with_the_first(iterator: Any) -> None:
-    workers = list(iterator._workers)
-    done: _Flag = iterator._workers_done_event
-    del iterator  # it ends its workers when nobody knows it any more
+def _end_with_the_first(workers: list[Any], to_end: _Flag) -> None:
     connection.wait([worker.sentinel for worker in workers])
-    if not done.is_set():
+    if not to_end.is_set():
         for worker in workers:
             worker.kill()
 
