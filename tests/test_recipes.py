@@ -87,8 +87,8 @@ def test_simclr_and_insdisc_after_their_papers():
     assert simclr.optimisation.warm_up * simclr.epochs == pytest.approx(10)
     assert (insdisc.negatives.source, insdisc.negatives.size, insdisc.negatives.momentum) == ("memory-bank", 4096, 0.5)
     assert insdisc.objective.tau_instance == 0.07
-    small = recipes.insdisc_small()
-    assert (small.learning_rate, small.optimisation.warm_up) == (pytest.approx(0.06), 0.05)
+    for small, rate in ((recipes.simclr_small(), 0.24), (recipes.insdisc_small(), 0.06)):
+        assert (small.learning_rate, small.optimisation.warm_up) == (pytest.approx(rate), 0.05)
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
