@@ -202,13 +202,22 @@ def _about_the_base(plan: Plan, folder: Path, page: Path) -> str:
     return (
         f"Base: the recipe `{base.recipe}` as {label_of(base)}, with {base.encoder.backbone}, views of "
         f"{base.views.size} pixels, crops from {100 * base.views.crop_scale[0]:g}% of the area, batch "
-        f"{base.batch_size}, {base.negatives.size:,} negatives, {base.encoder.groups} groups of batch statistics, "
+        f"{base.batch_size}, {_negatives(base)}, {_groups(base)} of batch statistics, "
         f"{'an' if base.encoder.head == 'mlp' else 'a'} {_head(base)} head, an instance temperature of "
         f"{base.objective.tau_instance:g}, a learning rate of {base.learning_rate:g} "
         f"on a {base.optimisation.schedule} schedule"
         f"{f', warmed up over the first {100 * warm_up:g}% of the run' if warm_up else ''}; all of it in "
         f"[{PLAN}]({_relative(folder / PLAN, page)}).{_recipe_since(plan)}"
     )
+
+
+def _negatives(base: Experiment) -> str:
+    in_batch = base.negatives.source == "in-batch"
+    return "negatives from the batch itself" if in_batch else f"{base.negatives.size:,} negatives"
+
+
+def _groups(base: Experiment) -> str:
+    return "one group" if base.encoder.groups == 1 else f"{base.encoder.groups} groups"
 
 
 def _recipe_since(plan: Plan) -> str:

@@ -494,6 +494,12 @@ def test_a_page_says_what_a_command_takes_since_its_recipe_has_changed(planned, 
     assert same == plan.base
 
 
+def test_a_page_says_where_negatives_come_from(planned, tmp_path):
+    folder, _ = planned("vary", base="simclr-small", set=("views.size=16",), vary=("batch_size=[8]",))
+    text = write_page([folder], tmp_path / "page.md").read_text()
+    assert ", negatives from the batch itself, one group of batch statistics, an MLP head" in text
+
+
 def test_a_page_says_that_a_recipe_is_gone(planned, monkeypatch, tmp_path):
     folder, _ = planned("claim")
     monkeypatch.delitem(recipes.RECIPES, "demo-co2")
