@@ -74,6 +74,16 @@ def test_parts_are_all_the_numbers_in_order(numbers, size):
     assert all(1 <= len(part) <= size for part in parts)
 
 
+def assert_succeeds(body):
+    """It ends with 0 in a process of its own: nobody waits for ever if it hangs."""
+    process = multiprocessing.get_context("fork").Process(target=body)
+    process.start()
+    process.join(timeout=60)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
+
+
 def dies_with_a_lock_in_its_hands(entry):
     """On entry 5, once: takes the lock of whatever torch's workers look at before each entry, and is killed."""
     number, folder = entry
@@ -94,12 +104,7 @@ def test_a_worker_that_is_killed_with_a_lock_in_its_hands_is_replaced(tmp_path):
         made = list(results_of(dies_with_a_lock_in_its_hands, [(number, tmp_path) for number in range(12)], 2))
         os._exit(0 if made == list(range(12)) else 1)
 
-    process = multiprocessing.get_context("fork").Process(target=body)  # so that nobody waits for it for ever
-    process.start()
-    process.join(timeout=60)
-    process.kill()
-    process.join()
-    assert process.exitcode == 0
+    assert_succeeds(body)
     assert (tmp_path / "it happened").exists()
 
 
@@ -121,12 +126,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_message_is_replaced(workers)
         os.kill(iterator._workers[0].pid, signal.SIGKILL)
         os._exit(0 if (len(list(results)), making.lost) == (7, 1) else 1)
 
-    process = multiprocessing.get_context("fork").Process(target=body)  # so that nobody waits for it for ever
-    process.start()
-    process.join(timeout=60)
-    process.kill()
-    process.join()
-    assert process.exitcode == 0
+    assert_succeeds(body)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
