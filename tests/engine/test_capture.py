@@ -22,7 +22,14 @@ IMAGES, BATCH = 200, 64
 
 
 def small(recipe: str, step: str, **changes: object) -> Experiment:
-    experiment = recipes.get(recipe).edit(batch_size=BATCH, epochs=5, execution={"step": step})
+    """The recipe with a term that counts from the first step on, and steps small enough to compare."""
+    experiment = recipes.get(recipe).edit(
+        batch_size=BATCH,
+        epochs=5,
+        execution={"step": step},
+        objective={"ramp_up": 0.0},
+        optimisation={"base_learning_rate": 0.06},
+    )
     return experiment.edit(**changes)
 
 
