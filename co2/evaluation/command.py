@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import tyro
 
 from co2.errors import RunError, UserError
-from co2.evaluation.presets import ALL, OF_EMBEDDINGS, PROTOCOLS, Preset, check_given, protocol_called, settings_of
+from co2.evaluation.presets import ALL, PROTOCOLS, Preset, check_given, protocol_called, settings_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -89,11 +89,6 @@ def run(words: list[str]) -> int:
         raise UserError("--checkpoints is for label-free: co2 evaluate label-free RUN --checkpoints.")
     if request.checkpoints and (request.runs != 1 or request.against not in ("", "none")):
         raise UserError("--checkpoints looks at one run, once: leave --runs and --against out.")
-    if request.embeddings and name not in OF_EMBEDDINGS:
-        raise UserError(
-            f"--embeddings is for {', '.join(OF_EMBEDDINGS)}, which leave the backbone as it is. Others train it, and "
-            "have no use for the head."
-        )
     given = _given(words)
     check_given(settings, given)
     _evaluate(name, request, settings, given, command=shlex.join(["co2", "evaluate", *words]))

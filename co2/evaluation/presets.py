@@ -24,6 +24,8 @@ class Protocol(NamedTuple):
     quick: Any
     needs_voc: bool = False
     nothing_random: bool = False
+    trains_backbone: bool = False
+    """Without the head that it was pre-trained with, so that there are no embeddings to judge."""
     seeds: int = 2**63
     """How many there are to choose from."""
 
@@ -38,6 +40,7 @@ PROTOCOLS: dict[str, Protocol] = {
         "semi_supervised",
         plain.SEMI_SUPERVISED_PAPER,
         plain.SEMI_SUPERVISED_QUICK,
+        trains_backbone=True,
     ),
     "svm": Protocol(
         "VOC classification by linear SVMs",
@@ -53,6 +56,7 @@ PROTOCOLS: dict[str, Protocol] = {
         spatial.DETECTION_PAPER,
         spatial.DETECTION_QUICK,
         needs_voc=True,
+        trains_backbone=True,
     ),
     "segmentation": Protocol(
         "VOC segmentation by an FCN, fine-tuned",
@@ -60,12 +64,12 @@ PROTOCOLS: dict[str, Protocol] = {
         spatial.SEGMENTATION_PAPER,
         spatial.SEGMENTATION_QUICK,
         needs_voc=True,
+        trains_backbone=True,
     ),
     "label-free": Protocol(
         "what can be said without any label", "label_free", plain.LABEL_FREE_PAPER, plain.LABEL_FREE_QUICK
     ),
 }
-OF_EMBEDDINGS = ("knn", "linear", "svm", "label-free")  # frozen features in: these can be a head's output as well
 
 
 def protocol_called(name: str) -> Protocol:

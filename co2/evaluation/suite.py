@@ -16,7 +16,7 @@ from co2.checkpoint import CONFIG, checkpoints
 from co2.config import Experiment
 from co2.data.open import DataSplits, open_data
 from co2.errors import RunError, UserError, did_you_mean
-from co2.evaluation.presets import ALL, OF_EMBEDDINGS, PROTOCOLS, Preset, check_given, protocol_called, settings_of
+from co2.evaluation.presets import ALL, PROTOCOLS, Preset, check_given, protocol_called, settings_of
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.subject import SEEDS, Subject, open_subject
@@ -102,8 +102,6 @@ def evaluate(
         chosen = _changed(settings if settings is not None else settings_of(protocol, preset), changes, protocol)
     elif settings is not None or changes:
         raise UserError("all has the settings of its preset. Give others to one protocol at a time.")
-    if embeddings and protocol not in OF_EMBEDDINGS:
-        raise UserError(f"Only {', '.join(OF_EMBEDDINGS)} can judge embeddings.")
     opened = subject
     if not isinstance(opened, Subject):
         opened = open_subject(str(opened), view_size=view_size, seed=seed, embeddings=embeddings)
@@ -139,6 +137,12 @@ def evaluate_runs(
 ) -> list[Evaluation]:
     """A record for each seed. Where neither the protocol nor the subject's weights are random, one run is all."""
     known = protocol_called(protocol)
+    if subject.head and known.trains_backbone:
+        able = ", ".join(name for name, other in PROTOCOLS.items() if not other.trains_backbone)
+        raise UserError(
+            f"{protocol} trains the backbone, without the head that embeddings come out of. Embeddings are judged by "
+            f"{able}."
+        )
     run_protocol = importlib.import_module(f"co2.evaluation.{known.module}").evaluate
     material = _material(protocol, circumstances)
     late = late_milestones(protocol, settings)

@@ -25,6 +25,7 @@ from co2.evaluation import knn, linear, presets, semi_supervised, suite
 from co2.evaluation.presets import PROTOCOLS, settings_of
 from co2.evaluation.progress import Progress
 from co2.evaluation.protocol import Evaluation, Spread, spread_over_runs
+from co2.evaluation.subject import open_subject
 
 ROOT = Path(__file__).parents[2]
 CPU = ["--device", "cpu", "--workers", "0"]
@@ -255,12 +256,23 @@ def test_knn_of_embeddings_is_what_the_run_itself_measured(tiny, tmp_path, capsy
     assert last["knn_top1"] != last["knn_embedding_top1"]
 
 
-@pytest.mark.parametrize("name", ["semi-supervised", "detection", "segmentation", "all"])
+@pytest.mark.parametrize("name", ["semi-supervised", "detection", "segmentation"])
 def test_what_trains_the_backbone_has_no_use_for_embeddings(pretrained_run, name, capsys):
     assert main(["evaluate", name, str(pretrained_run), "--embeddings"]) == 2
-    assert "--embeddings is for knn, linear, svm, label-free, which leave the backbone" in capsys.readouterr().err
-    with pytest.raises(co2.UserError, match="Only knn, linear, svm, label-free can judge embeddings"):
-        co2.evaluate(name, pretrained_run, embeddings=True)
+    told = "the backbone, without the head that embeddings come out of. Embeddings are judged by knn, linear, svm, label-"
+    assert f"{name} trains {told}" in capsys.readouterr().err
+    subject = open_subject(str(pretrained_run), embeddings=True)  # however it comes by its head
+    with pytest.raises(co2.UserError, match=told):
+        co2.evaluate(name, subject)
+
+
+def test_all_judges_embeddings_by_what_can(pretrained_run, tmp_path, capsys, short):
+    words = ["evaluate", "all", str(pretrained_run), "--embeddings", "--out", str(tmp_path), "--device", "cpu"]
+    assert main([*words, "--against", "none"]) == 0
+    assert "Left out: semi-supervised. semi-supervised trains the backbone" in capsys.readouterr().out
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("*-s0.json")]
+    assert {record["protocol"] for record in records} == {"knn", "linear", "label-free"}
+    assert all(record["architecture"]["embeddings"] for record in records)
 
 
 def test_several_runs_are_summed_up_by_mean_and_standard_deviation(pretrained_run, tmp_path, capsys):
