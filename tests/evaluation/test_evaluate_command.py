@@ -259,7 +259,7 @@ def test_knn_of_embeddings_is_what_the_run_itself_measured(tiny, tmp_path, capsy
 @pytest.mark.parametrize("name", ["semi-supervised", "detection", "segmentation"])
 def test_what_trains_the_backbone_has_no_use_for_embeddings(pretrained_run, name, capsys):
     assert main(["evaluate", name, str(pretrained_run), "--embeddings"]) == 2
-    told = "the backbone, without the head that embeddings come out of. Embeddings are judged by knn, linear, svm, label-"
+    told = "the backbone, without the head that embeddings come out of. Embeddings are judged by knn, linear, svm"
     assert f"{name} trains {told}" in capsys.readouterr().err
     subject = open_subject(str(pretrained_run), embeddings=True)  # however it comes by its head
     with pytest.raises(co2.UserError, match=told):
