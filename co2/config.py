@@ -65,6 +65,11 @@ class Experiment:
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed must be a whole number from 0 to 2^63 - 1; got {self.seed}.")
         check_workers(self.workers)
+        if len(self.views.earlier_sizes) >= self.epochs:
+            raise UserError(
+                f"A run of {self.epochs} epochs has no room for {len(self.views.earlier_sizes) + 1} sizes of views one "
+                "after the other. Give fewer --views.earlier-sizes, or more --epochs."
+            )
         if self.negatives.source == "queue" and self.encoder.shuffle_keys and self.encoder.groups == 1:
             raise UserError(
                 "Shuffled keys with one group of batch statistics do nothing: every key would still be normalised "

@@ -53,6 +53,7 @@ def test_edit_refuses_a_setting_that_does_not_exist():
         ({"monitoring": {"log_every": 0}}, "log_every"),
         ({"monitoring": {"keep_every": -1}}, "keep_every"),
         ({"views": {"size": 2}}, "too small"),
+        ({"epochs": 2, "views": {"earlier_sizes": (96, 160)}}, "2 epochs has no room for 3 sizes"),
         ({"views": {"crop_scale": (0.5, 0.2)}}, "crop_scale"),
         ({"views": {"crop_scale": (0.5, 1.2)}}, "at most 1"),
         ({"views": {"grey_probability": 1.5}}, "probability"),

@@ -164,6 +164,9 @@ def answer(experiment: Experiment, forecast: Forecast, speed: Speed, device: str
         lines.append("Reading images is not part of it: with --data PATH it is measured, too.")
     else:
         lines.append(f"{speed.input} Steps waited for them for {speed.waiting:.1%} of the time.")
+    if experiment.views.earlier_sizes:
+        largest = experiment.views.size
+        lines.append(f"All views are taken to have {largest} pixels; with smaller ones at first it takes less time.")
     if speed.batch_size != experiment.batch_size:
         lines.append(
             f"Measured with batches of {speed.batch_size} to save time; batches of {experiment.batch_size} take more "

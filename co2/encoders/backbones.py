@@ -81,7 +81,7 @@ def build_backbone(name: str, stem: Stem = "standard", view_size: int = 224, cla
         )
     if stem != "standard":
         _fit_small_stem(model, name, stem, view_size)
-    _check_view_size(model, name, view_size)
+    check_view_size(model, name, view_size)
     return model
 
 
@@ -185,23 +185,27 @@ def _is_resnet(model: nn.Module) -> bool:
     )
 
 
-def _check_view_size(model: nn.Module, name: str, view_size: int) -> None:
-    """Send one view through the model: better a clear word now than an obscure one in the first step."""
+def check_view_size(model: nn.Module, name: str, view_size: int, setting: str = "--views.size") -> None:
+    """Send one view through the model: better a clear word now than an obscure one in the first step.
+
+    Args:
+        setting: what says the size.
+    """
     view = torch.zeros(1, 3, view_size, view_size, device=next(model.parameters()).device)
     model.eval()
     try:
         with torch.no_grad():
             outputs: Tensor = model(view)
     except (AssertionError, ValueError, RuntimeError) as error:
-        raise _unsuitable_view_size(name, view_size, error) from error
+        raise _unsuitable_view_size(name, view_size, error, setting) from error
     finally:
         model.train()
     assert outputs.ndim == 2, f"{name} returns {tuple(outputs.shape)} for one image"
 
 
-def _unsuitable_view_size(name: str, view_size: int, error: BaseException) -> UserError:
+def _unsuitable_view_size(name: str, view_size: int, error: BaseException, setting: str = "--views.size") -> UserError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return UserError(
         f"The backbone '{name}' does not take views of {view_size} x {view_size} pixels ({reason}). "
-        "Choose another --views.size (224 suits most models), or a ResNet, which takes any."
+        f"Choose another {setting} (224 suits most models), or a ResNet, which takes any."
     )

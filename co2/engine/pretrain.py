@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,6 +50,7 @@ from co2.views.loader import Batch
 
 NAN_BATCH = "nan_batch.txt"  # the images on which a run diverged
 DISK_LOST = (errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOTCONN)  # what the system says of a disk that has gone
+LOOK_FOR_MEMORY_ON = ("cuda",)  # elsewhere a system may give more than it has
 BAD_SHARE = 0.1  # a data set with more unreadable images than this is not what the user thinks it is
 
 
@@ -193,11 +195,12 @@ class Run:
         groups = experiment.encoder.groups
         self.display = display
         resident = experiment.execution.resident_gib
+        views = 1 if experiment.negatives.source == "memory-bank" else 2
         self.loader, self.input = processes.each(
             lambda: choose_input(
                 splits.train,
                 experiment.views,
-                views=1 if experiment.negatives.source == "memory-bank" else 2,
+                views=views,
                 batch_size=experiment.batch_size,
                 seed=experiment.seed,
                 workers=workers,
@@ -215,6 +218,8 @@ class Run:
         self.trainer = Trainer(experiment, len(splits.train), steps, device, processes, self.display.say)
         self.checkpoints = CheckpointWriter(folder, experiment.monitoring.keep_every * self.steps_per_epoch)
         self._restore()
+        if device.type in LOOK_FOR_MEMORY_ON and experiment.views.earlier_sizes:
+            self._rehearse_largest_views(views)
         self.monitor = Monitor(experiment, splits, device, workers)
         self.records: Records = Unwritten()
         if processes.is_first:
@@ -246,7 +251,8 @@ class Run:
     def _epoch(self, number: int, stop_requested: list[int]) -> None:
         """Train epoch `number`, counted from 0, or what is left of it."""
         interval = Interval(self.trainer.device)
-        batches = self.loader.epoch(number, first_batch=self.trainer.step % self.steps_per_epoch)
+        first_batch = self.trainer.step % self.steps_per_epoch
+        batches = self.loader.epoch(number, first_batch, self.experiment.views.in_epoch(number, self.experiment.epochs))
         for batch in interval.waiting_for(self.processes.batches(batches)):
             self._note_bad(batch)
             learning_rate = self.trainer.learning_rate()
@@ -375,6 +381,14 @@ class Run:
         if state is not None and not self.processes.is_first:
             self._take_up(state)
 
+    def _rehearse_largest_views(self, count: int) -> None:
+        """So that a run whose views grow does not find out after days that the last ones take too much memory."""
+        batch, views = self.experiment.batch_size, self.experiment.views
+        size = max(*views.earlier_sizes, views.size)
+        rows = len(range(batch)[self.processes.share(batch, self.experiment.encoder.groups).rows])
+        blank = torch.zeros(count, rows, 3, size, size, dtype=torch.uint8)
+        self.trainer.rehearse(Batch(torch.arange(rows), blank, [], batch))
+
     def _take_up(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint. Fails somehow on one that lacks something."""
         images, step = int(state["images"]), state["step"]
@@ -428,6 +442,8 @@ class Run:
             f"{self.steps_per_epoch:,} steps, batch {experiment.batch_size}, on {name}. Writing to {self.folder}."
         )
         self.display.say(self.input)
+        if experiment.views.earlier_sizes:
+            self.display.say(growth(experiment))
         wanted = experiment.execution.step
         if wanted != "auto" and wanted != trainer.kind:
             why = "several processes train together" if device.type == "cuda" else f"the device is {device}"
@@ -440,6 +456,14 @@ class Run:
                 "images, so every image meets older keys of itself as negatives. "
                 f"--negatives.size {max(1, len(self.train) // 2)} or less avoids it."
             )
+
+
+def growth(experiment: Experiment) -> str:
+    """How large the views are in which part of a run, in a sentence."""
+    sizes = [experiment.views.in_epoch(number, experiment.epochs).size for number in range(experiment.epochs)]
+    steps = enumerate(pairwise(sizes), start=2)
+    changes = [f", {after} from epoch {number} on" for number, (before, after) in steps if after != before]
+    return f"Views have {sizes[0]} pixels at first{''.join(changes)}; the larger they are, the longer a step takes."
 
 
 class Interval:

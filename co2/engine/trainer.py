@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -189,6 +190,12 @@ class Trainer:
         else:
             for group in self.optimiser.param_groups:
                 group["lr"] = rate
+
+    def rehearse(self, batch: Batch) -> None:
+        """Take a step and take it back, to see now and not in the middle of the run whether there is memory for it."""
+        before = copy.deepcopy(self.state())
+        self.train_step(batch)
+        self.restore(before)
 
     def is_finite(self) -> bool:
         """Whether all that the method has learnt or keeps is numbers: weights, statistics, queue, bank."""

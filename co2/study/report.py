@@ -170,13 +170,17 @@ def _head(base: Experiment) -> str:
     return "MLP" if base.encoder.head == "mlp" else base.encoder.head
 
 
+def _sizes(base: Experiment) -> str:
+    return " then ".join(map(str, (*base.views.earlier_sizes, base.views.size)))
+
+
 # How a reader would tell studies of the same data and length apart: what one would look for first comes first.
 _TELLS: tuple[Callable[[Experiment], str], ...] = (
     lambda base: f"recipe {base.recipe}",
     lambda base: f"batch {base.batch_size}",  # before the learning rate, which follows it
     lambda base: f"learning rate {base.learning_rate:g}",
     lambda base: f"warm-up {100 * base.optimisation.warm_up:g}%" if base.optimisation.warm_up else "no warm-up",
-    lambda base: f"{base.views.size} pixels",
+    lambda base: f"{_sizes(base)} pixels",
     lambda base: f"crops from {100 * base.views.crop_scale[0]:g}%",
     lambda base: f"{_head(base)} head",
     lambda base: f"instance temperature {base.objective.tau_instance:g}",
@@ -201,7 +205,7 @@ def _about_the_base(plan: Plan, folder: Path, page: Path) -> str:
     warm_up = base.optimisation.warm_up
     return (
         f"Base: the recipe `{base.recipe}` as {label_of(base)}, with {base.encoder.backbone}, views of "
-        f"{base.views.size} pixels, crops from {100 * base.views.crop_scale[0]:g}% of the area, batch "
+        f"{_sizes(base)} pixels, crops from {100 * base.views.crop_scale[0]:g}% of the area, batch "
         f"{base.batch_size}, {_negatives(base)}, {_groups(base)} of batch statistics, "
         f"{'an' if base.encoder.head == 'mlp' else 'a'} {_head(base)} head, an instance temperature of "
         f"{base.objective.tau_instance:g}, a learning rate of {base.learning_rate:g} "

@@ -118,14 +118,15 @@ class JpegViews(ViewLoader):
     def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Callable[[Any], Any]:
         return _Reading(source)
 
-    def epoch(self, number: int, first_batch: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from number `first_batch` on."""
+    def epoch(self, number: int, first_batch: int = 0, augmentation: Augmentation | None = None) -> Iterator[Batch]:
+        """The batches of an epoch, as `ViewLoader.epoch` has them."""
+        how = _How(number, augmentation or self._augmentation)
         wholes, own = self._batches(number, first_batch)
         files = self.workers.results([some.numpy() for images in own for some in images.split(READ_AT_ONCE)])
 
         def made() -> Iterator[_Made]:
             for whole, images in zip(wholes, own, strict=True):
-                yield self._make(number, itertools.islice(files, -(-len(images) // READ_AT_ONCE)), len(whole))
+                yield self._make(how, itertools.islice(files, -(-len(images) // READ_AT_ONCE)), len(whole))
 
         ahead = _Ahead(made(), BATCHES_AHEAD)
         atexit.register(ahead.close)  # a thread in the middle of CUDA's work when the process ends takes it down
@@ -137,12 +138,12 @@ class JpegViews(ViewLoader):
             atexit.unregister(ahead.close)
             files.close()
 
-    def _make(self, epoch: int, files: Iterator[_Files], total: int) -> _Made:
+    def _make(self, how: _How, files: Iterator[_Files], total: int) -> _Made:
         """A batch from what has been read of it."""
         if self._stream is None:
-            return _Made(self._made_in_parts(epoch, files, total), None)
+            return _Made(self._made_in_parts(how, files, total), None)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            batch = self._made_in_parts(epoch, files, total)
+            batch = self._made_in_parts(how, files, total)
             return _Made(batch, self._stream.record_event())
 
     def _handed_over(self, made: _Made) -> Batch:
@@ -154,7 +155,7 @@ class JpegViews(ViewLoader):
                 tensor.record_stream(stream)  # its memory is not used again before that stream is done with it
         return made.batch
 
-    def _made_in_parts(self, epoch: int, files: Iterator[_Files], total: int) -> Batch:
+    def _made_in_parts(self, how: _How, files: Iterator[_Files], total: int) -> Batch:
         bad: dict[int, str] = {}
         parts: list[tuple[Tensor, Tensor]] = []
         held: list[_Picture] = []
@@ -164,17 +165,17 @@ class JpegViews(ViewLoader):
             contents = some.contents.split(some.lengths)
             for picture in map(_Picture, some.used, contents, some.sizes, some.encoded):
                 if held and bytes_held + picture.bytes_needed > _BYTES_AT_ONCE:
-                    parts.append(self._made(epoch, held, bad))
+                    parts.append(self._made(how, held, bad))
                     held, bytes_held = [], 0
                 held.append(picture)
                 bytes_held += picture.bytes_needed
-        parts.append(self._made(epoch, held, bad))
+        parts.append(self._made(how, held, bad))
         indices, views = zip(*parts, strict=True)
         if len(parts) == 1:
             return Batch(indices[0], views[0], list(bad.items()), total)
         return Batch(torch.cat(indices), torch.cat(views, dim=1), list(bad.items()), total)
 
-    def _made(self, epoch: int, pictures: list[_Picture], bad: dict[int, str]) -> tuple[Tensor, Tensor]:
+    def _made(self, how: _How, pictures: list[_Picture], bad: dict[int, str]) -> tuple[Tensor, Tensor]:
         """Indices [b] and views [V, b, 3, S, S] of some images. Adds to `bad` what could not be read."""
         used, images = self._decoded(pictures, bad)
         # All that is small is computed on the CPU, and brought to the device at the end: the many short kernels that it
@@ -187,12 +188,12 @@ class JpegViews(ViewLoader):
             column.repeat(count) for column in (torch.tensor(used), offsets, heights, widths)
         )  # [V * b] each
         view = torch.arange(count).repeat_interleave(len(used))  # [V * b]
-        drawn = draw(self._augmentation, self._seed, epoch, rows, view, heights, widths)
+        drawn = draw(how.augmentation, self._seed, how.epoch, rows, view, heights, widths)
         columns = (rows, offsets, heights, widths, *(getattr(drawn, field.name) for field in fields(drawn)))
         rows, offsets, heights, widths, *parameters = (self._on_device(column) for column in columns)
 
         pixels = torch.cat([image.flatten() for image in images])  # [bytes]
-        views = views_of(pixels, offsets, heights, widths, ViewParameters(*parameters), self._augmentation)
+        views = views_of(pixels, offsets, heights, widths, ViewParameters(*parameters), how.augmentation)
         return rows[: len(used)], views.unflatten(0, (count, len(used)))
 
     def _on_device(self, column: Tensor) -> Tensor:
@@ -236,6 +237,13 @@ class JpegViews(ViewLoader):
             return self._decode_together([jpeg])[0]
         except RuntimeError:
             return None
+
+
+class _How(NamedTuple):
+    """What decides about the views of an image."""
+
+    epoch: int
+    augmentation: Augmentation
 
 
 class _Made(NamedTuple):

@@ -94,11 +94,12 @@ class ViewLoader:
         whole, rest = divmod(self._length, self._batch_size)
         return whole + (rest >= self._smallest)
 
-    def epoch(self, number: int, first_batch: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from number `first_batch` on."""
+    def epoch(self, number: int, first_batch: int = 0, augmentation: Augmentation | None = None) -> Iterator[Batch]:
+        """The batches of an epoch, from number `first_batch` on, with another augmentation than the loader's if given:
+        views may be smaller in earlier epochs."""
         wholes, own = self._batches(number, first_batch)
         # As arrays, which travel to the workers in a message; tensors would each take a piece of shared memory.
-        made = self.workers.results([(number, images.numpy()) for images in own])
+        made = self.workers.results([(number, images.numpy(), augmentation) for images in own])
         for batch, whole in zip(made, wholes, strict=True):
             yield replace(batch, total=len(whole))
 
@@ -137,9 +138,10 @@ class _AugmentedViews:
         self.views = views
         self.seed = seed
 
-    def __call__(self, entry: tuple[int, np.ndarray]) -> Batch:
-        epoch, wanted = entry
-        size = self.augmentation.size
+    def __call__(self, entry: tuple[int, np.ndarray, Augmentation | None]) -> Batch:
+        epoch, wanted, other = entry
+        augmentation = other or self.augmentation
+        size = augmentation.size
         views = torch.empty(self.views, len(wanted), 3, size, size, dtype=torch.uint8)
         indices: list[int] = []
         bad: dict[int, str] = {}
@@ -154,13 +156,15 @@ class _AugmentedViews:
                 bytes_held += image.numel()
                 if len(indices) == len(wanted) or bytes_held > _BYTES_HELD:
                     done = len(indices) - len(held)
-                    self._make(epoch, indices[done:], held, views[:, done:])
+                    self._make(epoch, indices[done:], held, views[:, done:], augmentation)
                     held, bytes_held = [], 0
         return Batch(torch.tensor(indices), views, list(bad.items()), len(indices))
 
-    def _make(self, epoch: int, indices: list[int], images: list[Tensor], views: Tensor) -> None:
+    def _make(
+        self, epoch: int, indices: list[int], images: list[Tensor], views: Tensor, augmentation: Augmentation
+    ) -> None:
         """Write the views of these images into the first places of `views` [V, B, 3, S, S]."""
-        augmentation, count = self.augmentation, len(images)
+        count = len(images)
         numbers = torch.arange(self.views).repeat_interleave(count)  # [V * B]
         heights, widths = torch.tensor([image.shape[-2:] for image in images] * self.views).unbind(1)  # [V * B] each
         drawn = draw(augmentation, self.seed, epoch, torch.tensor(indices * self.views), numbers, heights, widths)

@@ -117,8 +117,8 @@ class ResidentViews(ViewLoader):
     def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Callable[[Any], Any]:
         return _WholeImages(source)
 
-    def epoch(self, number: int, first_batch: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from number `first_batch` on."""
+    def epoch(self, number: int, first_batch: int = 0, augmentation: Augmentation | None = None) -> Iterator[Batch]:
+        """The batches of an epoch, as `ViewLoader.epoch` has them."""
         order = permutation(self._seed, Stream.EPOCH_ORDER, number, self._length, self._device)  # [N]
         batches = order.split(self._batch_size)[: self.batches_per_epoch]
         bad = self._bad_of_each_batch(order)
@@ -129,24 +129,22 @@ class ResidentViews(ViewLoader):
             wanted = torch.stack(together)[:, self._share(total)]  # [batches, b]
             at_once = max(1, _ROWS_AT_ONCE // (self._views * max(1, wanted.shape[1])))
             for some in wanted.split(at_once):
-                for indices, views in self._make(number, self._used[some]):
+                for indices, views in self._make(number, self._used[some], augmentation or self._augmentation):
                     yield Batch(indices, views, bad.get(place, []), total)
                     place += 1
 
-    def _make(self, epoch: int, images: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _make(self, epoch: int, images: Tensor, augmentation: Augmentation) -> Iterator[tuple[Tensor, Tensor]]:
         """Images [b] and views [V, b, 3, S, S] of each batch of `images` [batches, b]."""
         batches, size = images.shape
         shape = (batches, self._views, size)
         rows = images[:, None].expand(shape).flatten()  # [R]: the rows of a batch stand together, view after view
         view = torch.arange(self._views, device=self._device)[:, None].expand(shape).flatten()  # [R]
         of_images = (self.images.offsets[rows], self.images.heights[rows], self.images.widths[rows])  # [R] each
-        drawn = draw(self._augmentation, self._seed, epoch, rows, view, *of_images[1:])
+        drawn = draw(augmentation, self._seed, epoch, rows, view, *of_images[1:])
         columns = (*of_images, *(getattr(drawn, field.name) for field in fields(drawn)))
         pieces = zip(*(column.split(self._views * size) for column in columns), strict=True)
         for place, (offsets, heights, widths, *parameters) in enumerate(pieces):
-            views = views_of(
-                self.images.pixels, offsets, heights, widths, ViewParameters(*parameters), self._augmentation
-            )
+            views = views_of(self.images.pixels, offsets, heights, widths, ViewParameters(*parameters), augmentation)
             yield images[place], views.unflatten(0, (self._views, size))
 
     def _bad_of_each_batch(self, order: Tensor) -> dict[int, list[tuple[int, str]]]:

@@ -7,7 +7,7 @@ imports torch, so that the command line answers at once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from co2.errors import UserError
 
@@ -21,6 +21,9 @@ class Augmentation:
 
     size: int = 224
     """Side of the square view, in pixels."""
+    earlier_sizes: tuple[int, ...] = ()
+    """Sides of smaller, faster views with which a run begins, in pixels: 112 160 gives a third of the run to each of
+    them, and the last third to `size`."""
     crop_scale: tuple[float, float] = (0.2, 1.0)
     """Smallest and largest share of the image's area that a random resized crop covers."""
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
@@ -45,11 +48,13 @@ class Augmentation:
     """Each channel is divided by this at the end."""
 
     def __post_init__(self) -> None:
-        if self.size not in VIEW_SIZES:
-            raise UserError(
-                f"A view of {self.size} pixels is too small or too large: give views.size from {VIEW_SIZES[0]} to "
-                f"{VIEW_SIZES[-1]}."
-            )
+        for name, sizes in (("size", (self.size,)), ("earlier_sizes", self.earlier_sizes)):
+            for size in sizes:
+                if size not in VIEW_SIZES:
+                    raise UserError(
+                        f"A view of {size} pixels is too small or too large: give views.{name} from {VIEW_SIZES[0]} to "
+                        f"{VIEW_SIZES[-1]}."
+                    )
         for name in ("crop_scale", "crop_ratio", "jitter", "blur_sigma", "mean", "std"):
             if not all(map(math.isfinite, getattr(self, name))):
                 raise UserError(f"views.{name} must be finite numbers; got {getattr(self, name)}.")
@@ -68,6 +73,17 @@ class Augmentation:
                 raise UserError(f"views.{name} is a probability between 0 and 1; got {getattr(self, name)}.")
         if min(self.std) <= 0:
             raise UserError(f"views.std must be positive; got {self.std}.")
+
+    def in_epoch(self, epoch: int, epochs: int) -> Augmentation:
+        """How views are made in an epoch, counted from 0, of a run that has so many of them: the same but for the size.
+
+        Blur is measured in pixels, and follows the size: the same view, smaller.
+        """
+        sizes = (*self.earlier_sizes, self.size)
+        size = sizes[epoch * len(sizes) // epochs]
+        scale = size / self.size
+        weakest, strongest = self.blur_sigma
+        return replace(self, size=size, earlier_sizes=(), blur_sigma=(scale * weakest, scale * strongest))
 
     @property
     def blur_radius(self) -> int:

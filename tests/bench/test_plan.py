@@ -52,6 +52,13 @@ def test_what_is_not_known_is_said() -> None:
     assert "Energy is not known" in lines[3]
 
 
+def test_views_that_grow_are_taken_for_large_ones() -> None:
+    speed = Speed(10.0, 1.0, 2.0, watts=None, batch_size=256, input=None)
+    growing = recipes.get("moco-v2").edit(views={"earlier_sizes": (128, 176)})
+    lines = answer(growing, foresee(speed, 1000, 200), speed, "CPU (2 threads)", on_gpu=False)
+    assert "All views are taken to have 224 pixels; with smaller ones at first it takes less time." in lines
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [

@@ -14,6 +14,7 @@ from co2.engine.capture import WARM_UP, CapturedStep
 from co2.engine.schedule import consistency_weight
 from co2.engine.trainer import Trainer
 from co2.views.choose_input import choose_input
+from co2.views.loader import Batch
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +49,11 @@ def train(experiment: Experiment, epochs: int = 4) -> tuple[Tensor, Trainer]:
     )
     told: list[str] = []
     trainer = Trainer(experiment, IMAGES, 100, DEVICE, tell=told.append)
-    measured = [trainer.train_step(batch) for epoch in range(epochs) for batch in loader.epoch(epoch)]
+    measured = [
+        trainer.train_step(batch)
+        for epoch in range(epochs)
+        for batch in loader.epoch(epoch, augmentation=experiment.views.in_epoch(epoch, experiment.epochs))
+    ]
     assert not told
     return torch.stack(measured).cpu(), trainer
 
@@ -69,6 +74,31 @@ def test_the_same_curve_as_the_step_as_written(recipe: str, optimiser: str) -> N
     assert other.step == one.step == 16
     if recipe == "co2-small":
         assert other.mechanism.queue.written == one.mechanism.queue.written == 4 * IMAGES
+
+
+def test_views_that_grow_are_captured_size_by_size() -> None:
+    changes = {"epochs": 6, "views": {"earlier_sizes": (16, 24)}}
+    eager, _ = train(small("co2-small", "eager", **changes), epochs=6)
+    captured, trainer = train(small("co2-small", "captured", **changes), epochs=6)
+    again, _ = train(small("co2-small", "eager", **changes), epochs=6)
+    noise = float((eager - again).abs()[:, :3].max())
+    torch.testing.assert_close(captured[:, :3], eager[:, :3], rtol=0.01, atol=0.01 + 2 * noise)
+    assert trainer._captured is not None
+    recorded = {shapes[0] for shapes in trainer._captured._recorded}  # of the views; short batches come too seldom
+    assert recorded == {(2, BATCH, 3, size, size) for size in (16, 24, 32)}
+
+
+def test_a_rehearsed_step_leaves_no_trace_on_a_gpu() -> None:
+    experiment = small("co2-small", "captured", execution={"step": "captured", "deterministic": True})
+    pixels = np.random.default_rng(0).integers(0, 256, (2, BATCH, 3, 32, 32), dtype=np.uint8)
+    batch = Batch(torch.arange(BATCH), torch.from_numpy(pixels), [], BATCH)
+    larger = Batch(torch.arange(BATCH), torch.zeros(2, BATCH, 3, 48, 48, dtype=torch.uint8), [], BATCH)
+    ours, theirs = (Trainer(experiment, IMAGES, 100, DEVICE) for _ in range(2))
+    ours.rehearse(larger)
+    for _ in range(2 * WARM_UP):  # as written, and captured
+        assert torch.equal(ours.train_step(batch), theirs.train_step(batch))
+    ours_now, theirs_now = ours.mechanism.state_dict(), theirs.mechanism.state_dict()
+    assert all(torch.equal(ours_now[name], theirs_now[name]) for name in theirs_now)
 
 
 def test_the_learning_rate_reaches_a_captured_step() -> None:

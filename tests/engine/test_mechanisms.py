@@ -4,6 +4,7 @@ import torch
 from co2 import recipes
 from co2.engine.distributed import ALONE
 from co2.engine.mechanisms import EndToEnd, MemoryBankContrast, MomentumContrast, build_mechanism
+from co2.errors import UserError
 
 B, S = 12, 16
 
@@ -25,6 +26,13 @@ def test_each_recipe_gets_its_mechanism(tiny):
     assert isinstance(build_mechanism(tiny("demo-moco"), 40), MomentumContrast)
     assert isinstance(build_mechanism(tiny("simclr-small"), 40), EndToEnd)
     assert isinstance(build_mechanism(tiny("insdisc-small"), 40), MemoryBankContrast)
+
+
+def test_a_backbone_that_does_not_take_an_earlier_size_is_refused_before_the_run(tiny):
+    squeezenet = {"backbone": "torchvision/squeezenet1_1", "stem": "standard", "groups": 1, "shuffle_keys": False}
+    build_mechanism(tiny(encoder=squeezenet, views={"size": 64, "earlier_sizes": (32,)}), 40)
+    with pytest.raises(UserError, match=r"does not take views of 8 x 8 .* --views\.earlier-sizes"):
+        build_mechanism(tiny(encoder=squeezenet, views={"size": 64, "earlier_sizes": (8,)}), 40)
 
 
 def test_the_same_seed_gives_the_same_start_and_leaves_the_global_generator_alone(tiny):

@@ -149,6 +149,45 @@ def test_a_run_stopped_and_resumed_ends_with_identical_weights(tiny, rows, tmp_p
     assert all(torch.equal(backbones[0][name], backbones[1][name]) for name in backbones[0])
 
 
+def test_views_that_grow_during_a_run_that_is_stopped_and_resumed(tiny, tmp_path, monkeypatch, capsys):
+    from co2.engine import trainer
+
+    original, seen = trainer.Trainer.train_step, []
+
+    def train_step(self, batch):
+        seen.append(batch.views.shape[-1])
+        return original(self, batch)
+
+    monkeypatch.setattr(trainer.Trainer, "train_step", train_step)
+    growing = tiny(epochs=4, views={"size": 16, "earlier_sizes": (8,)})
+    undisturbed = pretrain(growing, out=tmp_path / "undisturbed")
+    assert seen == 6 * [8] + 6 * [16]
+    assert "Views have 8 pixels at first, 16 from epoch 3 on" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        StopAfter(patch, 5)
+        with pytest.raises(co2.engine.pretrain.Stopped):
+            pretrain(growing, out=tmp_path / "stopped")
+    resumed = pretrain(growing.edit(resume=True), out=tmp_path / "stopped")
+    assert seen[12:] == 6 * [8] + 6 * [16]
+    assert_same_weights(undisturbed, resumed)
+
+
+def test_a_run_with_growing_views_looks_for_memory_first(tiny, tmp_path, monkeypatch):
+    """As it does on a GPU, whose memory a step of the largest views may not fit into."""
+    from co2.engine import trainer
+
+    rehearsed = []
+    monkeypatch.setattr(trainer.Trainer, "rehearse", lambda self, batch: rehearsed.append((self.step, batch)))
+    monkeypatch.setattr("co2.engine.pretrain.LOOK_FOR_MEMORY_ON", ("cpu",))
+    pretrain(tiny(epochs=1), out=tmp_path / "all-alike")
+    assert rehearsed == []
+    pretrain(tiny(views={"size": 16, "earlier_sizes": (8,)}), out=tmp_path / "growing")
+    ((step, batch),) = rehearsed
+    assert step == 0
+    assert (batch.views.shape, batch.views.dtype) == ((2, 16, 3, 16, 16), torch.uint8)
+    assert (batch.indices.tolist(), batch.total) == (list(range(16)), 16)
+
+
 @pytest.fixture
 def dropout(monkeypatch):
     """Encoders that draw random numbers in each step, as those with dropout or stochastic depth do."""

@@ -1,5 +1,6 @@
 """One step, by its effect on the weights."""
 
+import copy
 import math
 
 import pytest
@@ -52,6 +53,36 @@ def test_the_consistency_term_weighs_what_its_schedule_says_in_every_step(tiny, 
         loss, instance, consistency = measured[:3].tolist()
         assert consistency > 0
         assert loss - instance == pytest.approx(2.0 * math.exp(-5 * (1 - risen) ** 2) * consistency, rel=1e-4, abs=1e-5)
+
+
+def assert_same_state(ours, theirs):
+    """Bit for bit what a checkpoint would hold."""
+    (ours, our_optimiser), (theirs, their_optimiser) = ((state, state["optimiser"]) for state in (ours, theirs))
+    assert all(ours[name] == theirs[name] for name in ("experiment", "images", "step"))
+    assert our_optimiser["param_groups"] == their_optimiser["param_groups"]
+    for one, other in ((ours["mechanism"], theirs["mechanism"]), (our_optimiser["state"], their_optimiser["state"])):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recipe", ["demo-co2", "co2-insdisc-small"])
+@pytest.mark.parametrize("taken", [0, 2])
+def test_a_rehearsed_step_leaves_no_trace(tiny, recipe, taken):
+    """Neither in what is saved nor in what comes after: at the start of a run, and of one that goes on."""
+    experiment = tiny(recipe, negatives={"size": 30})
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        Batch(torch.arange(B), torch.randint(0, 256, (2, B, 3, 16, 16), dtype=torch.uint8, generator=generator), [], B)
+        for _ in range(4)
+    ]
+    larger = Batch(torch.arange(B), torch.zeros(2, B, 3, 24, 24, dtype=torch.uint8), [], B)
+    ours, theirs = (Trainer(experiment, 40, 10, CPU) for _ in range(2))
+    for step, batch in enumerate(batches):
+        if step == taken:
+            before = copy.deepcopy(ours.state())
+            ours.rehearse(larger)
+            assert_same_state(ours.state(), before)
+        assert torch.equal(ours.train_step(batch), theirs.train_step(batch))
+    assert_same_state(ours.state(), theirs.state())
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -466,6 +466,17 @@ def test_a_warm_up_tells_studies_apart(planned, tmp_path):
     assert text.count("warmed up over the first 5% of the run;") == 1
 
 
+def test_views_that_grow_tell_studies_apart(planned, tmp_path):
+    folders = [
+        planned("alpha", folder=tmp_path / name, epochs=3, set=("views.size=32", f"views.earlier_sizes={sizes}"))[0]
+        for name, sizes in (("all alike", "[]"), ("growing", "[16,24]"))
+    ]
+    text = write_page(folders, tmp_path / "page.md").read_text()
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert titles == ["## shapes:40:16, 3 epochs, 32 pixels", "## shapes:40:16, 3 epochs, 16 then 24 then 32 pixels"]
+    assert text.count("views of 16 then 24 then 32 pixels, crops") == 1
+
+
 def test_a_page_says_what_a_command_takes_since_its_recipe_has_changed(planned, monkeypatch, tmp_path):
     page = tmp_path / "page.md"
     own = {"base": "co2-small", "epochs": None, "set": ("views.size=16", "encoder.stem=small-stride-2")}

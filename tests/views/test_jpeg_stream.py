@@ -1,5 +1,6 @@
 """JPEGs read ahead and decoded together give the batches of ViewLoader, whatever is among them; threads end."""
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -80,6 +81,14 @@ def test_batches_are_those_of_the_view_loader(tmp_path, how, monkeypatch):
     assert ours.batches_per_epoch == theirs.batches_per_epoch == 6
     for epoch, first in ((0, 0), (1, 3), (7, 5), (7, 6)):
         assert_same_batches(list(ours.epoch(epoch, first)), list(theirs.epoch(epoch, first)))
+
+
+def test_an_epoch_may_have_another_augmentation(tmp_path):
+    source = folder_of(tmp_path / "images", 20, bad=(2,))
+    smaller = dataclasses.replace(AUGMENTATION, size=8, blur_sigma=(0.1, 1.0))
+    ours, theirs = jpeg_views(source), view_loader(source)
+    for how in ({"augmentation": smaller}, {}):
+        assert_same_batches(list(ours.epoch(1, **how)), list(theirs.epoch(1, **how)))
 
 
 @pytest.mark.parametrize("share", [lambda images: slice(images // 3), lambda images: slice(images // 3, images)])

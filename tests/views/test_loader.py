@@ -1,5 +1,6 @@
 """Batches are a function of the seed, whatever the workers, and bad images are passed over and named."""
 
+import dataclasses
 import multiprocessing
 import os
 import re
@@ -116,6 +117,17 @@ def test_a_start_in_mid_epoch_continues_as_if_never_stopped(workers):
     stopped.close()  # a run may leave an epoch half-way and begin another
     assert_same_batches(list(again.epoch(2)), whole)
     assert list(again.epoch(2, first_batch=again.batches_per_epoch)) == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_may_have_another_augmentation(workers):
+    """In epochs before and after it workers go on with their own."""
+    smaller = dataclasses.replace(AUGMENTATION, size=8, blur_sigma=(0.1, 1.0))
+    ours, source = loader(Pictures(20), workers), Pictures(20)
+    with_smaller = ViewLoader(source, smaller, views=2, batch_size=8, seed=0, workers=0)
+    assert_same_batches(list(ours.epoch(0, augmentation=smaller)), list(with_smaller.epoch(0)))
+    assert_same_batches(list(ours.epoch(1, 1, smaller)), list(with_smaller.epoch(1, 1)))
+    assert_same_batches(list(ours.epoch(1)), list(loader(source).epoch(1)))
 
 
 def test_the_batch_size_changes_no_view():

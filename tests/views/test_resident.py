@@ -1,5 +1,6 @@
 """Images that lie on the device give the batches of ViewLoader, and what is wrong with them is told when they load."""
 
+import dataclasses
 import multiprocessing
 import os
 import re
@@ -80,6 +81,14 @@ def test_files_of_all_kinds(tmp_path, workers):
     ours = resident_views(source, workers=workers)
     for epoch in (0, 1):
         assert_same_batches(list(ours.epoch(epoch)), list(view_loader(source).epoch(epoch)))
+
+
+def test_an_epoch_may_have_another_augmentation():
+    source = Pictures(45, bad=[3, 4, 40, 44])
+    smaller = dataclasses.replace(AUGMENTATION, size=8, blur_sigma=(0.1, 1.0))
+    ours, theirs = resident_views(source), view_loader(source)
+    for how in ({"augmentation": smaller}, {}):
+        assert_same_batches(list(ours.epoch(1, **how)), list(theirs.epoch(1, **how)))
 
 
 @pytest.mark.parametrize("share", [lambda images: slice(images // 3), lambda images: slice(images // 3, images)])

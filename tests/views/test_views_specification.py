@@ -33,6 +33,25 @@ def test_small_images_are_not_blurred_and_cropped_further():
     assert small_views() == notebook
 
 
+@pytest.mark.parametrize(
+    ("earlier", "epochs", "sizes"),
+    [
+        ((), 2, [32, 32]),
+        ((16, 24), 3, [16, 24, 32]),
+        ((16, 24), 7, [16, 16, 16, 24, 24, 32, 32]),
+        ((16, 24, 32), 8, [16, 16, 24, 24, 32, 32, 32, 32]),
+    ],
+)
+def test_a_run_is_divided_among_the_sizes_of_views_and_ends_with_the_last(earlier, epochs, sizes):
+    views = moco_v2_views(32)
+    growing = dataclasses.replace(views, earlier_sizes=earlier)
+    for epoch, size in enumerate(sizes):
+        scale = size / 32
+        same = dataclasses.replace(views, size=size, blur_sigma=(0.1 * scale, 2.0 * scale))
+        assert growing.in_epoch(epoch, epochs) == same
+    assert growing.in_epoch(epochs - 1, epochs) == views
+
+
 def test_blur_looks_no_further_than_the_view():
     assert Augmentation(size=224, blur_sigma=(0.1, 2.0)).blur_radius == 8
     assert Augmentation(size=4, blur_sigma=(0.1, 2.0)).blur_radius == 3
@@ -43,6 +62,8 @@ def test_blur_looks_no_further_than_the_view():
     [
         {"size": 2},
         {"size": 100_000},
+        {"earlier_sizes": (16, 2)},
+        {"earlier_sizes": (100_000,)},
         {"crop_scale": (0.5, 0.2)},
         {"crop_scale": (0.0, 1.0)},
         {"crop_scale": (0.2, 1.5)},
