@@ -121,14 +121,15 @@ def write_page(folders: Sequence[Path], out: Path) -> Path:
     _refuse_foreign(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     notes = out.with_name(f"{out.stem}.notes.md")
+    heading, words_of_the_user = _heading_and_rest(_text_of(notes))
     words = " ".join(["co2 study report", *(shlex.quote(os.fspath(folder)) for folder in folders)])
     parts = [
         f"{_MARK}Do not edit: write into {notes.name} beside this page, or into notes.md and STUDY.notes.md in the "
         "folders of results. -->",
-        "# Results",
+        heading or "# Results",
         f"Made from the records by `{words} --out {shlex.quote(os.fspath(out))}`. Every table and figure names the "
         "command that makes it and the records it is made of.",
-        _text_of(notes),
+        words_of_the_user,
     ]
     reports = [report_folder(folder) for folder in folders]
     titles = _titles(folders, [plan for plan, _ in reports])
@@ -138,6 +139,12 @@ def write_page(folders: Sequence[Path], out: Path) -> Path:
         parts += [section for one in results for section in _section(plan, one, folder, out.parent)]
     _write(out, "\n\n".join(part for part in parts if part) + "\n")
     return out
+
+
+def _heading_and_rest(notes: str) -> tuple[str, str]:
+    """Notes may begin with the heading of the page, `# How the settings were chosen`."""
+    first, _, rest = notes.partition("\n")
+    return (first, rest.strip()) if first.startswith("# ") else ("", notes)
 
 
 def _write(path: Path, text: str) -> None:

@@ -391,6 +391,24 @@ def test_the_page_has_everything_and_keeps_what_people_wrote(planned, write_cell
     assert (folder / "notes.md").read_text() == "What the data are.\n"
 
 
+@pytest.mark.parametrize(
+    ("notes", "heading", "begins"),
+    [
+        ("In short: yes.", "# Results", "In short"),
+        ("# How they were chosen\n\nIn short: well.", "# How they were chosen", "In short"),
+        ("# How they were chosen", "# How they were chosen", "##"),
+        ("## In short\n\nYes.", "# Results", "## In short"),
+    ],
+)
+def test_notes_may_begin_with_the_heading_of_the_page(planned, tmp_path, notes, heading, begins):
+    folder, _ = planned("alpha", folder=tmp_path / "results")
+    (tmp_path / "page.notes.md").write_text(notes + "\n")
+    _mark, first, made, then, *_ = write_page([folder], tmp_path / "page.md").read_text().split("\n\n")
+    assert first == heading
+    assert made.startswith("Made from the records by")
+    assert then.startswith(begins)
+
+
 def test_parts_of_a_page_are_called_by_what_tells_them_apart(planned, tmp_path):
     own = {"epochs": 3, "base": "demo-co2", "set": ()}
     folders = {
