@@ -364,7 +364,7 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_markup_in_names_is_printed_as_it_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     bar = Bar(epochs=1)
-    bar.begin(10, 0)
+    bar.begin(10, 0, float)
     written = io.StringIO()
     bar.progress.live.console = bar.progress.console  # the same console, and a file to look at
     bar.progress.console.file = written

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +31,7 @@ from co2.engine.advice import Advisor
 from co2.engine.clock import Moment
 from co2.engine.distributed import Processes, join_processes
 from co2.engine.monitor import Monitor
-from co2.engine.progress import Display, Quiet, choose_display
+from co2.engine.progress import Display, Quiet, Work, choose_display
 from co2.engine.records import (
     BAD_IMAGES,
     DISK_FULL,
@@ -227,7 +227,7 @@ class Run:
         self.advisor = Advisor(experiment, any(isinstance(m, _BatchNorm) for m in self.trainer.mechanism.modules()))
         self._saved_at = time.monotonic()
         self._introduce(splits, device)
-        self.display.begin(steps, self.trainer.step)
+        self.display.begin(steps, self.trainer.step, work(experiment, self.steps_per_epoch))
 
     def execute(self) -> None:
         """Train from where the trainer stands to the end, and write the backbone."""
@@ -464,6 +464,19 @@ def growth(experiment: Experiment) -> str:
     steps = enumerate(pairwise(sizes), start=2)
     changes = [f", {after} from epoch {number} on" for number, (before, after) in steps if after != before]
     return f"Views have {sizes[0]} pixels at first{''.join(changes)}; the larger they are, the longer a step takes."
+
+
+def work(experiment: Experiment, steps_per_epoch: int) -> Work:
+    """Of a number of steps how many steps of full size take as long: a step goes with the pixels of its views."""
+    views, epochs = experiment.views, experiment.epochs
+    of_epoch = [steps_per_epoch * (views.in_epoch(number, epochs).size / views.size) ** 2 for number in range(epochs)]
+    before_epoch = [0.0, *accumulate(of_epoch)]
+
+    def of_first(steps: int) -> float:
+        epoch, within = divmod(steps, steps_per_epoch)
+        return before_epoch[epoch] + (of_epoch[epoch] * within / steps_per_epoch if within else 0.0)
+
+    return of_first
 
 
 class Interval:

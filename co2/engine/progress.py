@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Protocol, cast
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TaskID,
     TextColumn,
@@ -19,6 +18,9 @@ from rich.progress import (
 from rich.text import Text
 
 from co2.engine.audience import Lasting
+
+# Of a number of steps how long the first so many take, in any unit: time left is shown by it.
+Work = Callable[[int], float]
 
 
 class Display(Protocol):
@@ -30,7 +32,7 @@ class Display(Protocol):
     def preparing(self, what: str, done: int, total: int) -> None:
         """How far something is that comes before the first step."""
 
-    def begin(self, steps: int, first_step: int) -> None:
+    def begin(self, steps: int, first_step: int, work: Work) -> None:
         """Training starts with step number `first_step` of `steps`."""
 
     def interval(self, step: int, values: Mapping[str, float]) -> None:
@@ -51,7 +53,7 @@ class Bar:
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[numbers]}"),
@@ -62,13 +64,20 @@ class Bar:
 
     def preparing(self, what: str, done: int, total: int) -> None:
         if self.task is None:
-            self.task = self.progress.add_task(what.capitalize(), total=total, numbers="")
-        self.progress.update(self.task, completed=done)
+            self.task = self.progress.add_task(what.capitalize(), total=total, numbers="", count="")
+        self.progress.update(self.task, completed=done, count=f"{done:,}/{total:,}")
 
-    def begin(self, steps: int, first_step: int) -> None:
+    def begin(self, steps: int, first_step: int, work: Work) -> None:
         if self.task is not None:
             self.progress.remove_task(self.task)
-        self.task = self.progress.add_task("Pre-training", total=steps, completed=first_step, numbers="")
+        self.steps, self.work = steps, work
+        self.task = self.progress.add_task("Pre-training", total=work(steps), numbers="", count="")
+        self._stands_at(first_step, "")
+
+    def _stands_at(self, step: int, numbers: str) -> None:
+        assert self.task is not None
+        count = f"{step:,}/{self.steps:,}"
+        self.progress.update(self.task, completed=self.work(step), count=count, numbers=numbers)
 
     def say(self, text: str) -> None:
         self.progress.console.print(Text(text))  # names of files may look like markup
@@ -78,8 +87,7 @@ class Bar:
             f"L_ins {values['instance']:.3f}  L_con {values['consistency']:.3f}  "
             f"found {values['top1']:.1%}  {values['images_per_second']:,.0f} images/s"
         )
-        assert self.task is not None
-        self.progress.update(self.task, completed=step, numbers=numbers)
+        self._stands_at(step, numbers)
 
     def epoch(self, number: int, values: Mapping[str, float]) -> None:
         self.progress.console.print(epoch_line(number, self.epochs, values))
@@ -102,7 +110,7 @@ class Lines:
     def preparing(self, what: str, done: int, total: int) -> None:
         pass
 
-    def begin(self, steps: int, first_step: int) -> None:
+    def begin(self, steps: int, first_step: int, work: Work) -> None:
         pass
 
     def interval(self, step: int, values: Mapping[str, float]) -> None:
@@ -124,7 +132,7 @@ class Quiet:
     def preparing(self, what: str, done: int, total: int) -> None:
         pass
 
-    def begin(self, steps: int, first_step: int) -> None:
+    def begin(self, steps: int, first_step: int, work: Work) -> None:
         pass
 
     def interval(self, step: int, values: Mapping[str, float]) -> None:

@@ -172,6 +172,14 @@ def test_views_that_grow_during_a_run_that_is_stopped_and_resumed(tiny, tmp_path
     assert_same_weights(undisturbed, resumed)
 
 
+def test_time_goes_with_the_pixels_of_views(tiny):
+    growing = tiny(epochs=4, views={"size": 16, "earlier_sizes": (8,)})
+    of_first = co2.engine.pretrain.work(growing, steps_per_epoch=3)
+    assert [of_first(steps) for steps in (0, 1, 6, 7, 12)] == [0, 0.25, 1.5, 2.5, 7.5]
+    of_first = co2.engine.pretrain.work(tiny(), steps_per_epoch=3)
+    assert [of_first(steps) for steps in range(7)] == list(range(7))
+
+
 def test_a_run_with_growing_views_looks_for_memory_first(tiny, tmp_path, monkeypatch):
     """As it does on a GPU, whose memory a step of the largest views may not fit into."""
     from co2.engine import trainer
