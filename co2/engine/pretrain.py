@@ -434,7 +434,10 @@ class Run:
 
     def _introduce(self, splits: DataSplits, device: torch.device) -> None:
         experiment, trainer = self.experiment, self.trainer
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+        threads = torch.get_num_threads()
+        name = f"{threads} CPU thread{'' if threads == 1 else 's'}"
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
         if self.processes.count > 1:
             name = f"{self.processes.count} processes with {name} each"
         self.display.say(

@@ -243,7 +243,7 @@ def test_the_command_line_writes_and_prints_once_and_stops_when_asked(tmp_path):
         2, *COMMAND, "--epochs", "5000", "--out", str(run), meanwhile=lambda: checkpoints(run), send=signal.SIGTERM
     )
     lines = done.stdout.splitlines()
-    assert len([line for line in lines if "2 processes with 1 CPU threads each" in line]) == 1
+    assert len([line for line in lines if "2 processes with 1 CPU thread each" in line]) == 1
     assert len([line for line in lines if line.startswith("epoch 1/")]) == 1
     assert len([line for line in lines if line.startswith("Stopped after step") and "--resume" in line]) == 1
     # torchrun reports on its own, with the path of its program, which may lie in a folder called co2; we are silent.
