@@ -18,7 +18,7 @@ from co2 import recipes
 from co2.errors import UserError, did_you_mean
 from co2.evaluation.presets import Preset, settings_of
 from co2.study import grids
-from co2.study.grids import STUDIES, Wanted, cost_of, study_called
+from co2.study.grids import STUDIES, Wanted, cost_of, pixels_of, study_called
 from co2.study.plan import RUNS, Cell, Grid, Plan, all_cells, merge_plans, read_plan, write_plan
 from co2.study.settings import changed, changed_settings, parse_assignments, refuse_decided
 
@@ -203,7 +203,7 @@ def _list(words: list[str]) -> int:
     )
     for name, study in STUDIES.items():
         variants = study.variants(wanted)
-        shares = [cost_of(changed(wanted.base, v.changes)) / wanted.base.epochs for v in variants]
+        shares = [cost_of(changed(wanted.base, v.changes)) / pixels_of(wanted.base) for v in variants]
         cost = len(grids.SEEDS) * sum(shares)
         duration = f", about {cost * request.minutes_per_run / 60:.1f} hours" if request.minutes_per_run else ""
         count = f"{len(variants)} variants x {len(grids.SEEDS)} seeds, {cost:.0f} runs' time{duration}"
@@ -381,7 +381,7 @@ def _show_plan(plan: Plan, cells: Sequence[Cell], circumstances: Circumstances) 
             stands = f"to do{begun}: {', '.join(missing)}" if missing else "done"
         left += [cell] if other or missing else []
         print(f"{cell.name:<40} {stands}")
-    runs_left = sum(cost_of(cell.experiment) for cell in left) / plan.base.epochs
+    runs_left = sum(cost_of(cell.experiment) for cell in left) / pixels_of(plan.base)
     print(f"{len(cells) - len(left)} of {len(cells)} cells are done; {runs_left:.0f} runs' time is left at most.")
     return 0
 

@@ -116,10 +116,16 @@ def method_of(experiment: Experiment) -> str:
 
 
 def cost_of(experiment: Experiment) -> float:
-    """How long a variant trains, relative to others of the same study: epochs, and twice that where both views are
-    encoded with gradients."""
+    """How long a variant trains, relative to others of the same study: by the pixels of its views, and twice that where
+    both views are encoded with gradients."""
     both_views = experiment.negatives.symmetric or experiment.negatives.source == "in-batch"
-    return experiment.epochs * (2.0 if both_views else 1.0)
+    return pixels_of(experiment) * (2.0 if both_views else 1.0)
+
+
+def pixels_of(experiment: Experiment) -> int:
+    """Pixels of one view, added up over the epochs: views may grow."""
+    epochs = experiment.epochs
+    return sum(experiment.views.in_epoch(number, epochs).size ** 2 for number in range(epochs))
 
 
 def _variant(

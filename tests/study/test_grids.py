@@ -170,6 +170,9 @@ def test_names_and_costs():
     assert method_of(recipes.co2_small().edit(negatives={"symmetric": True})) == "co2-symmetric"
     assert method_of(recipes.moco_label_smoothing_small()) == "moco-smoothing"
     assert cost_of(moco.edit(negatives={"symmetric": True})) == 2 * cost_of(moco)
+    assert cost_of(moco.edit(epochs=50)) == cost_of(moco) / 4
+    assert cost_of(moco.edit(views={"size": 16})) == cost_of(moco) / 4
+    assert cost_of(moco.edit(views={"earlier_sizes": (16,)})) == cost_of(moco) * (1 / 4 + 1) / 2
 
 
 def test_measurements_during_a_run_are_few_unless_asked_for():

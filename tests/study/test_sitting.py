@@ -22,6 +22,7 @@ from co2.errors import UserError
 from co2.study import cell as cells
 from co2.study import sitting
 from co2.study.cell import Job, work_on
+from co2.study.grids import cost_of
 from co2.study.plan import all_cells, read_plan
 from co2.study.records import duration, record_path
 from co2.study.report import report_study
@@ -570,9 +571,9 @@ def test_time_left_follows_from_what_is_done(planned, monkeypatch):
     todo = plan.cells("claim")
     work = sitting._Sitting(todo, 0, plan, Circumstances(folder, folder / "runs"), {}, sitting.Outcome())
     assert work._time_left() == ""
-    work.waiting = todo[1:]  # six cells, of which two cost twice: eight runs, of two epochs each
+    work.waiting = todo[1:]  # six cells, of which two cost twice: eight runs
     assert {cell.name for cell in work.waiting if "symmetric" in cell.name}
-    work.cost_done, work.seconds_spent = 2.0, 60.0
+    work.cost_done, work.seconds_spent = cost_of(todo[0].experiment), 60.0
     assert work._time_left() == " About 8 minutes left."
     assert duration(7200) == "2.0 hours"
 
