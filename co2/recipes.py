@@ -117,7 +117,7 @@ def moco_small() -> Experiment:
 
     The learning rate is twice the notebook's, and warmed up: without, the embeddings collapse onto a few dimensions in
     the first epochs. Both were chosen on a part of CIFAR-10's training images, by MoCo alone as much as by CO2
-    (docs/RESULTS.md).
+    (docs/SETTINGS.md).
     """
     return Experiment(
         recipe="moco-small",
@@ -136,7 +136,7 @@ def co2_small() -> Experiment:
     """MoCo with CO2 for small images.
 
     alpha, tau_con and the half of the run over which alpha rises were chosen on a part of CIFAR-10's training images
-    (docs/RESULTS.md). The paper's own, 10 and 0.04 from the start, are far too strong at this scale.
+    (docs/SETTINGS.md). The paper's own, 10 and 0.04 from the start, are far too strong at this scale.
     """
     return moco_small().edit(recipe="co2-small", objective={"alpha": 3.0, "ramp_up": 0.5})
 
@@ -148,7 +148,7 @@ def moco_label_smoothing_small() -> Experiment:
 
 def simclr_small() -> Experiment:
     """SimCLR for small images (its appendix B.9): no blur, colour strength 0.5, temperature 0.5. The learning rate was
-    chosen with a narrow network on a part of CIFAR-10's training images (docs/RESULTS.md)."""
+    chosen with a narrow network on a part of CIFAR-10's training images (docs/SETTINGS.md)."""
     return Experiment(
         recipe="simclr-small",
         batch_size=512,
