@@ -91,6 +91,11 @@ class Experiment:
             return optimisation.learning_rate
         return optimisation.base_learning_rate * self.batch_size / optimisation.base_batch_size
 
+    @property
+    def view_sizes(self) -> list[int]:
+        """Side of the views in each epoch, in pixels."""
+        return [self.views.in_epoch(number, self.epochs).size for number in range(self.epochs)]
+
     def edit(self, **changes: Any) -> Experiment:
         """A copy with changes; a dict edits a nested part: `recipe.edit(epochs=100, objective={"alpha": 1.0})`."""
         edited: Experiment = _edited(self, changes)

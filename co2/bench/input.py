@@ -129,7 +129,7 @@ def open_loader(experiment: Experiment, source: ImageSource, device: torch.devic
     return choose_input(
         source,
         experiment.views,
-        views=views_per_image(experiment),
+        views=experiment.negatives.views_per_image,
         batch_size=experiment.batch_size,
         seed=experiment.seed,
         workers=choose_workers(experiment.workers),
@@ -138,11 +138,6 @@ def open_loader(experiment: Experiment, source: ImageSource, device: torch.devic
         wanted=experiment.execution.input,
         budget_bytes=None if resident is None else int(resident * 2**30),
     )
-
-
-def views_per_image(experiment: Experiment) -> int:
-    """How many views of an image a step needs."""
-    return 1 if experiment.negatives.source == "memory-bank" else 2
 
 
 def endless_batches(loader: ViewLoader) -> Generator[Batch, None, None]:
@@ -252,7 +247,7 @@ def _decoded(files: list[bytes], device: torch.device) -> tuple[list[Tensor], st
 
 
 def _view_seconds(experiment: Experiment, images: list[Tensor], device: torch.device) -> float:
-    count, views = len(images), views_per_image(experiment)
+    count, views = len(images), experiment.negatives.views_per_image
     heights, widths = torch.tensor([image.shape[-2:] for image in images] * views, device=device).unbind(1)  # [V * N]
     lengths = 3 * heights[:count] * widths[:count]  # [N]
     offsets = (lengths.cumsum(0) - lengths).repeat(views)  # [V * N]

@@ -126,7 +126,7 @@ def explained(experiment: Experiment) -> Iterator[None]:
 def noise_batches(experiment: Experiment, device: torch.device, images: int = _IMAGES) -> list[Batch]:
     """A few batches of views of noise, on the device."""
     size, batch = experiment.views.size, experiment.batch_size
-    views = 1 if experiment.negatives.source == "memory-bank" else 2
+    views = experiment.negatives.views_per_image
     generator = torch.Generator(device).manual_seed(experiment.seed)
     batches = []
     for number in range(_DIFFERENT_BATCHES):

@@ -50,7 +50,6 @@ from co2.views.loader import Batch
 
 NAN_BATCH = "nan_batch.txt"  # the images on which a run diverged
 DISK_LOST = (errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOTCONN)  # what the system says of a disk that has gone
-LOOK_FOR_MEMORY_ON = ("cuda",)  # elsewhere a system may give more than it has
 BAD_SHARE = 0.1  # a data set with more unreadable images than this is not what the user thinks it is
 
 
@@ -195,12 +194,11 @@ class Run:
         groups = experiment.encoder.groups
         self.display = display
         resident = experiment.execution.resident_gib
-        views = 1 if experiment.negatives.source == "memory-bank" else 2
         self.loader, self.input = processes.each(
             lambda: choose_input(
                 splits.train,
                 experiment.views,
-                views=views,
+                views=experiment.negatives.views_per_image,
                 batch_size=experiment.batch_size,
                 seed=experiment.seed,
                 workers=workers,
@@ -218,8 +216,8 @@ class Run:
         self.trainer = Trainer(experiment, len(splits.train), steps, device, processes, self.display.say)
         self.checkpoints = CheckpointWriter(folder, experiment.monitoring.keep_every * self.steps_per_epoch)
         self._restore()
-        if device.type in LOOK_FOR_MEMORY_ON and experiment.views.earlier_sizes:
-            self._rehearse_largest_views(views)
+        if experiment.views.earlier_sizes:
+            self._rehearse_largest_views()
         self.monitor = Monitor(experiment, splits, device, workers)
         self.records: Records = Unwritten()
         if processes.is_first:
@@ -381,12 +379,11 @@ class Run:
         if state is not None and not self.processes.is_first:
             self._take_up(state)
 
-    def _rehearse_largest_views(self, count: int) -> None:
+    def _rehearse_largest_views(self) -> None:
         """So that a run whose views grow does not find out after days that the last ones take too much memory."""
-        batch, views = self.experiment.batch_size, self.experiment.views
-        size = max(*views.earlier_sizes, views.size)
+        batch, size = self.experiment.batch_size, max(self.experiment.view_sizes)
         rows = len(range(batch)[self.processes.share(batch, self.experiment.encoder.groups).rows])
-        blank = torch.zeros(count, rows, 3, size, size, dtype=torch.uint8)
+        blank = torch.zeros(self.experiment.negatives.views_per_image, rows, 3, size, size, dtype=torch.uint8)
         self.trainer.rehearse(Batch(torch.arange(rows), blank, [], batch))
 
     def _take_up(self, state: dict[str, Any]) -> None:
@@ -463,7 +460,7 @@ class Run:
 
 def growth(experiment: Experiment) -> str:
     """How large the views are in which part of a run, in a sentence."""
-    sizes = [experiment.views.in_epoch(number, experiment.epochs).size for number in range(experiment.epochs)]
+    sizes = experiment.view_sizes
     steps = enumerate(pairwise(sizes), start=2)
     changes = [f", {after} from epoch {number} on" for number, (before, after) in steps if after != before]
     return f"Views have {sizes[0]} pixels at first{''.join(changes)}; the larger they are, the longer a step takes."
@@ -471,8 +468,7 @@ def growth(experiment: Experiment) -> str:
 
 def work(experiment: Experiment, steps_per_epoch: int) -> Work:
     """Of a number of steps how many steps of full size take as long: a step goes with the pixels of its views."""
-    views, epochs = experiment.views, experiment.epochs
-    of_epoch = [steps_per_epoch * (views.in_epoch(number, epochs).size / views.size) ** 2 for number in range(epochs)]
+    of_epoch = [steps_per_epoch * (size / experiment.views.size) ** 2 for size in experiment.view_sizes]
     before_epoch = [0.0, *accumulate(of_epoch)]
 
     def of_first(steps: int) -> float:

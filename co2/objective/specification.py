@@ -65,3 +65,8 @@ class NegativesSpecification:
             raise UserError(f"negatives.momentum must be in [0, 1); got {self.momentum}.")
         if self.symmetric and self.source != "queue":
             raise UserError(f"negatives.symmetric is for the queue; '{self.source}' has no key encoder. Leave it out.")
+
+    @property
+    def views_per_image(self) -> int:
+        """How many views of an image a step needs: the other one may be remembered."""
+        return 1 if self.source == "memory-bank" else 2

@@ -101,6 +101,7 @@ def assert_same_run(ours, theirs, rows):
 VARIANTS = {
     "two groups in each": ("demo-co2", 4, {}),
     "symmetric": ("demo-co2", 2, {"negatives": {"symmetric": True}}),
+    "growing views": ("demo-co2", 2, {"epochs": 2, "views": {"size": 16, "earlier_sizes": (8,)}}),
     "not shuffled": ("demo-co2", 2, {"encoder": {"shuffle_keys": False}}),
     "one group over both": ("co2-simclr-small", 1, {}),
     "both views of an image in one group": ("co2-simclr-small", 4, {}),
