@@ -17,6 +17,7 @@ after a short pre-training (the record has their length), a tenth or a hundredth
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -49,6 +50,10 @@ from co2.evaluation.subject import Subject
 from co2.views.specification import Augmentation
 
 __all__ = ["PAPER", "QUICK", "LinearSettings", "evaluate"]
+
+# On a GPU so many pixels pass the backbone at once, for several steps of the layer: the kernels of a small network take
+# less time than it takes to launch them for one step's images.
+_PIXELS_AT_ONCE = 2**22
 
 
 def evaluate(
@@ -125,10 +130,11 @@ def _by_sgd(
     )
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, list(settings.milestones), settings.decay)
     views = _views(subject, settings)
+    at_once = _steps_at_once(settings.batch_size, views.size, device)
     loader = random_views(
         split.train,
         views,
-        batch_size=settings.batch_size,
+        batch_size=at_once * settings.batch_size,
         seed=seed,
         device=device,
         workers=workers,
@@ -137,27 +143,35 @@ def _by_sgd(
     labels = torch.from_numpy(split.train_labels).to(device)  # [N]
     prepare = preparation(views, device)
     losses = []
-    progress.stage("Linear", settings.epochs * loader.batches_per_epoch)
+    steps = math.ceil(len(split.train) / settings.batch_size)
+    progress.stage("Linear", settings.epochs * steps)
     for epoch in range(settings.epochs):
         total = torch.zeros((), device=device)
         bad: dict[int, str] = {}
-        for step, batch in enumerate(loader.epoch(epoch)):
+        for number, batch in enumerate(loader.epoch(epoch)):
             bad.update(batch.bad)
-            targets = labels[batch.indices.to(device, non_blocking=True)]  # [B]
+            targets = labels[batch.indices.to(device, non_blocking=True)]  # [at_once * B]
             with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                features = backbone(prepare(batch.views[0].to(device, non_blocking=True)))  # [B, F]
-            if epoch == step == 0:  # or the learning rate would be blamed for a backbone that has diverged
-                check_finite(features.float(), batch.indices.cpu(), split.train)
-            loss = F.cross_entropy(head(features.float()), targets)
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-            total += loss.detach()
-            progress.advance()
+                features = backbone(prepare(batch.views[0].to(device, non_blocking=True))).float()  # [at_once * B, F]
+            if epoch == number == 0:  # or the learning rate would be blamed for a backbone that has diverged
+                check_finite(features, batch.indices.cpu(), split.train)
+            of_each_step = zip(features.split(settings.batch_size), targets.split(settings.batch_size), strict=True)
+            for shown, wanted in of_each_step:  # [B, F], [B]
+                loss = F.cross_entropy(head(shown), wanted)
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                total += loss.detach()
+                progress.advance()
         unreadable.add(split.train, bad, REPLACED)
         schedule.step()
-        losses.append(total / loader.batches_per_epoch)
+        losses.append(total / steps)
     return head, {"loss_by_epoch": finite(torch.stack(losses).tolist(), "linear")}
+
+
+def _steps_at_once(batch_size: int, view_size: int, device: torch.device) -> int:
+    """For how many steps of the layer images pass the frozen backbone together, which changes nothing for any of them."""
+    return max(1, _PIXELS_AT_ONCE // (batch_size * view_size**2)) if device.type == "cuda" else 1
 
 
 def _views(subject: Subject, settings: LinearSettings) -> Augmentation:

@@ -14,6 +14,7 @@ from co2.evaluation import features, linear
 from co2.evaluation.features import embed, random_views
 from co2.evaluation.labels import accuracies, balanced_subset, labelled_split
 from co2.evaluation.linear import PAPER, QUICK, evaluate
+from co2.evaluation.progress import Progress
 from co2.evaluation.regression import choose_strength, fit
 from co2.evaluation.subject import Subject
 
@@ -60,6 +61,50 @@ def test_sgd_reads_more_off_a_pretrained_backbone(pretrained, untrained, shapes)
     assert result.settings["epochs"] == 6
     assert evaluate(pretrained, shapes(300), SHORT) == result  # repeats exactly under its seed
     assert evaluate(pretrained, shapes(300), SHORT, seed=1).numbers != result.numbers
+
+
+class Counting(Progress):
+    """Remembers how many steps were announced, and how many were taken."""
+
+    def __init__(self):
+        self.announced, self.taken = {}, {}
+
+    def stage(self, words, total=None):
+        self.announced[words], self.taken[words], self.current = total, 0, words
+
+    def advance(self, steps=1):
+        self.taken[self.current] += steps
+
+
+@pytest.mark.parametrize("at_once", [2, 3, 100])  # of 5 steps an epoch, the last of 44 images
+def test_images_of_several_steps_pass_the_backbone_together_and_nothing_changes(pretrained, shapes, monkeypatch, at_once):
+    passed = []
+    build = Subject.build
+
+    def watched(self, classes=0):
+        backbone = build(self, classes)
+        backbone.register_forward_pre_hook(lambda _, inputs: passed.append(len(inputs[0])))
+        return backbone
+
+    monkeypatch.setattr(Subject, "build", watched)
+    results = []
+    for many in (1, at_once):
+        monkeypatch.setattr(linear, "_steps_at_once", lambda *_, many=many: many)
+        passed.clear()
+        progress = Counting()
+        results.append(evaluate(pretrained, shapes(300), SHORT, progress=progress))
+        assert passed[0] == min(many * 64, 300)
+        assert progress.taken["Linear"] == progress.announced["Linear"] == 6 * 5
+    one, several = results
+    assert several.details["loss_by_epoch"] == pytest.approx(one.details["loss_by_epoch"], rel=1e-4)
+    assert several.numbers["top1"] == pytest.approx(one.numbers["top1"], abs=1)  # rounding may move an image or two
+
+
+def test_only_a_gpu_takes_the_images_of_several_steps_at_once_and_only_small_ones():
+    def steps(size, device="cuda"):
+        return linear._steps_at_once(256, size, torch.device(device))
+
+    assert (steps(32), steps(64), steps(224), steps(32, "cpu")) == (16, 4, 1, 1)
 
 
 def test_the_quick_solve_agrees_with_sgd_on_the_same_crops(pretrained, shapes):
