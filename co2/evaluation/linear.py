@@ -170,7 +170,7 @@ def _by_sgd(
 
 
 def _steps_at_once(batch_size: int, view_size: int, device: torch.device) -> int:
-    """For how many steps of the layer images pass the frozen backbone together, which changes nothing for any of them."""
+    """For how many steps of the layer images pass the frozen backbone together: each has the same features as alone."""
     return max(1, _PIXELS_AT_ONCE // (batch_size * view_size**2)) if device.type == "cuda" else 1
 
 

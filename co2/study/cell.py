@@ -1,7 +1,7 @@
 """One cell in a process of its own: pre-train from where it stands, judge the backbone, write the record.
 
 The run folder is the truth: checkpoints to continue from, metrics.jsonl, the backbone, and evaluation/PROTOCOL.json for
-each protocol as soon as it is done. The record is composed of them. A process that is killed at any moment leaves
+each as soon as it is done. The record is composed of them. A process that is killed at any moment leaves
 nothing that the next one cannot go on from.
 """
 
@@ -42,6 +42,7 @@ from co2.evaluation.subject import open_subject
 from co2.evaluation.suite import Circumstances, evaluate_runs
 from co2.files import write_atomically
 from co2.machine import choose_device, choose_workers, commit, cores
+from co2.study.judges import protocol_of
 from co2.study.records import columns, read_record, settings_to_record, write_record
 from co2.study.settings import plain_settings
 
@@ -127,21 +128,21 @@ def _judge(job: Job, experiment: Experiment, run: Path) -> None:
         progress=Lines(),
     )
     done: dict[str, Any] = {}
-    for protocol, plain in job.protocols.items():
-        known = PROTOCOLS[protocol]
+    for judge, plain in job.protocols.items():
+        known = PROTOCOLS[protocol_of(judge)]
         settings = type(known.quick)(**{n: tuple(v) if isinstance(v, list) else v for n, v in plain.items()})
-        path = folder / f"{protocol}.json"
-        found = _read_evaluation(path, backbone, settings_to_record(protocol, plain, job.view_size))
+        path = folder / f"{judge}.json"
+        found = _read_evaluation(path, backbone, settings_to_record(judge, plain, job.view_size))
         if found is None:
-            print(f"Judging by {protocol} ...", flush=True)
+            print(f"Judging by {judge} ...", flush=True)
             subject = open_subject(str(run), view_size=job.view_size if known.needs_voc else None)
-            (evaluation,) = evaluate_runs(protocol, subject, settings, circumstances)
+            (evaluation,) = evaluate_runs(protocol_of(judge), subject, settings, circumstances)
             named = {"subject": job.cell, "data": job.voc if known.needs_voc else job.data}
             write_json(path, dataclasses.asdict(evaluation) | named | {"backbone": backbone})
             found = json.loads(path.read_text(encoding="utf-8"))  # as JSON has it: no tuples, no NaN
             numbers = "  ".join(f"{name} {value:.2f}" for name, value in evaluation.numbers.items())
-            print(f"{protocol}: {numbers}", flush=True)
-        done[protocol] = {name: found[name] for name in ("numbers", "settings", "details", "data")}
+            print(f"{judge}: {numbers}", flush=True)
+        done[judge] = {name: found[name] for name in ("numbers", "settings", "details", "data")}
         _compose(job, experiment, run, data, done, backbone, device)
 
 

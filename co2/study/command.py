@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from co2 import recipes
-from co2.errors import UserError, did_you_mean
-from co2.evaluation.presets import Preset, settings_of
+from co2.errors import UserError
+from co2.evaluation.presets import Preset
 from co2.study import grids
 from co2.study.grids import STUDIES, Wanted, cost_of, pixels_of, study_called
+from co2.study.judges import BESIDES, judges
 from co2.study.plan import RUNS, Cell, Grid, Plan, all_cells, merge_plans, read_plan, write_plan
-from co2.study.settings import changed, changed_settings, parse_assignments, refuse_decided
+from co2.study.settings import changed, parse_assignments, refuse_decided
 
 if TYPE_CHECKING:
     from co2.study.sitting import Circumstances
@@ -71,6 +72,9 @@ class Request:
     """The settings of the evaluations: quick, or paper."""
     evaluation: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Change a setting of an evaluation: --evaluation linear.crops=2."""
+    also: tuple[str, ...] = ()
+    """Judge cells by these as well, each a column of the table: linear-paper, the paper's linear classification, which
+    takes minutes where the quick one takes seconds, and semi-supervised, fine-tuning on 1% and 10% of the labels."""
     jobs: int = 1
     """Cells to work on at once, each in a process of its own, on one device. On a GPU they share it through NVIDIA's
     MPS where the driver has it: three small networks at once train a tenth more images a second than one."""
@@ -208,13 +212,13 @@ def _list(words: list[str]) -> int:
         duration = f", about {cost * request.minutes_per_run / 60:.1f} hours" if request.minutes_per_run else ""
         count = f"{len(variants)} variants x {len(grids.SEEDS)} seeds, {cost:.0f} runs' time{duration}"
         example = " (for three values)" if name == "vary" else ""
-        judged = ", ".join(study.protocols)
+        judged = ", ".join(study.judges)
         print(f"{name}: {study.summary}\n  {count}{example}; judged by {judged}")
         for variant in variants:
             print(f"    {variant.name:<34} {variant.label}")
     print(
-        "\nThe evaluations come on top. Studies that share --out share their cells: curves and transfer take the runs "
-        "of claim. `co2 study NAME ... --plan` shows what is left to do."
+        f"\nThe evaluations come on top; --also {' '.join(BESIDES)} adds these. Studies that share --out share their "
+        "cells: curves and transfer take the runs of claim. `co2 study NAME ... --plan` shows what is left to do."
     )
     return 0
 
@@ -319,7 +323,13 @@ def make_plan(names: Sequence[str], request: Request) -> Plan:
             name: Grid(
                 variants=tuple(study_called(name).variants(wanted)),
                 seeds=request.seeds,
-                protocols=_protocols(study_called(name).protocols, request),
+                protocols=judges(
+                    study_called(name).judges,
+                    request.also if name != "transfer" else (),
+                    request.protocol,
+                    request.base,
+                    request.evaluation,
+                ),
                 command=_command(names, request),
             )
             for name in names
@@ -328,10 +338,15 @@ def make_plan(names: Sequence[str], request: Request) -> Plan:
 
 
 def _refuse_idle(names: Sequence[str], request: Request) -> None:
-    """Points of a grid that none of these studies has: who gives some expects them to be computed."""
+    """What none of these studies has: who gives points of a grid, or settings of a judge, expects them to be used."""
     for option, studies in {"alphas": ("alpha", "alpha-tau"), "taus": ("tau", "alpha-tau"), "vary": ("vary",)}.items():
         if getattr(request, option) != getattr(Request(), option) and not set(names) & set(studies):
             raise UserError(f"--{option} is for the study {' or '.join(studies)}. Name it, or leave --{option} out.")
+    if request.also and set(names) == {"transfer"}:
+        raise UserError("--also is for the other studies; transfer is judged on VOC. Name one, or leave --also out.")
+    for judge in BESIDES:
+        if judge not in request.also and any(text.startswith(f"{judge}.") for text in request.evaluation):
+            raise UserError(f"Nothing is judged by {judge} here. Ask for it with --also {judge}.")
 
 
 def _values_to_vary(texts: Sequence[str]) -> dict[str, Sequence[Any]]:
@@ -341,20 +356,6 @@ def _values_to_vary(texts: Sequence[str]) -> dict[str, Sequence[Any]]:
         if not isinstance(values, list) or not values:
             raise UserError(f"--vary {name} takes several values: --vary {name}=[1,2], for instance.")
     return found
-
-
-def _protocols(names: Sequence[str], request: Request) -> dict[str, dict[str, Any]]:
-    judges = (*grids.QUICK, *grids.TRANSFER)
-    settings = {name: settings_of(name, request.protocol) for name in names}
-    for name, value in parse_assignments(request.evaluation, "--evaluation").items():
-        protocol, _, setting = name.partition(".")
-        if protocol not in judges:
-            raise UserError(
-                f"No study is judged by '{protocol}'.{did_you_mean(protocol, judges)} There are {', '.join(judges)}."
-            )
-        if protocol in settings:  # else it is for another study of the same data
-            settings[protocol] = changed_settings(settings[protocol], {setting: value}, protocol)
-    return {name: dataclasses.asdict(one) for name, one in settings.items()}
 
 
 def _chosen(plan: Plan, names: Sequence[str], only: Sequence[str]) -> list[str]:

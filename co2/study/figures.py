@@ -212,7 +212,7 @@ _COLUMNS = 3
 
 
 def _dots(results: Results) -> Figure | None:
-    measures = [measure for measure in measures_of(results.study) if measure.compared]
+    measures = [measure for measure in measures_of(results) if measure.compared]
     measures = [one for one in measures if any(results.values(v.name, one) for v in results.variants)]
     if not measures:
         return None

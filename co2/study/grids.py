@@ -14,6 +14,7 @@ from typing import Any
 from co2 import recipes
 from co2.config import Experiment, flatten
 from co2.errors import UserError, did_you_mean
+from co2.study.judges import QUICK, TRANSFER
 from co2.study.settings import changed, changes_between
 
 BASE = "co2-small"
@@ -24,8 +25,6 @@ LABEL_SMOOTHING = 0.1  # the paper says "a small constant" without a number; the
 PAPER_V1 = {"objective.alpha": 10.0, "objective.tau_consistency": 0.04, "objective.ramp_up": 0.0}  # section 3.1
 PAPER_V2 = {"objective.alpha": 0.3, "objective.tau_consistency": 0.05, "objective.ramp_up": 0.0}
 WITHOUT = {"objective.alpha": 0.0, "objective.ramp_up": 0.0}  # the term is measured, and not trained on
-QUICK = ("knn", "linear")
-TRANSFER = ("svm", "detection", "segmentation")
 # The same method on the other two sources of negatives, for images of the same size.
 SIBLINGS = {
     "co2-small": ("co2-simclr-small", "co2-insdisc-small"),
@@ -80,7 +79,7 @@ class Study:
 
     summary: str
     variants: Callable[[Wanted], list[Variant]]
-    protocols: tuple[str, ...] = QUICK
+    judges: tuple[str, ...] = QUICK
 
 
 def name_of(experiment: Experiment) -> str:

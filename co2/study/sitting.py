@@ -30,7 +30,8 @@ from co2.engine.records import METRICS
 from co2.errors import UserError
 from co2.machine import choose_workers, cores, find_device, stop_requests
 from co2.study.cell import Job, TakenError, is_taken
-from co2.study.grids import TRANSFER, cost_of
+from co2.study.grids import cost_of
+from co2.study.judges import TRANSFER
 from co2.study.plan import CELLS, FAILED, Cell, Plan
 from co2.study.records import (
     CellRecord,

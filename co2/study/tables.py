@@ -15,6 +15,7 @@ from scipy import stats  # type: ignore[import-untyped]
 from co2.config import Experiment
 from co2.study.curves import band, most_parts
 from co2.study.grids import Variant
+from co2.study.judges import BESIDES, LINEAR_PAPER, SEMI_SUPERVISED
 from co2.study.published import ELSEWHERE, Published, published_for
 from co2.study.records import CellRecord
 
@@ -36,9 +37,11 @@ class Measure:
 KNN = Measure("knn.top1", "kNN top-1 (%)")
 KNN_EMBEDDING = Measure("epoch.knn_embedding_top1", "kNN top-1 of embeddings (%)", factor=100)
 LINEAR = Measure("linear.top1", "linear top-1 (%)")
+LINEAR_BY_SGD = Measure(f"{LINEAR_PAPER}.top1", "linear top-1, the paper's SGD (%)")
 LOSS_CONSISTENCY = Measure("train.consistency", "L_con at the end", compared=False, decimals=3)
 INSTANCE_ACCURACY = Measure("train.top1", "instance accuracy (%)", compared=False, factor=100)
-USUAL = (KNN, KNN_EMBEDDING, LINEAR, LOSS_CONSISTENCY, INSTANCE_ACCURACY)
+BEFORE, AFTER = (KNN, KNN_EMBEDDING, LINEAR), (LOSS_CONSISTENCY, INSTANCE_ACCURACY)
+"""What most tables show; what cells are judged by besides stands between the two."""
 MEASURES: dict[str, tuple[Measure, ...]] = {
     "curves": (
         Measure("train.instance", "L_ins at the end", decimals=3),
@@ -55,11 +58,6 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
         Measure("segmentation.mIoU", "segmentation mIoU"),
     ),
 }
-
-
-def measures_of(study: str) -> tuple[Measure, ...]:
-    """What the table of a study shows."""
-    return MEASURES.get(study, USUAL)
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,31 @@ class Results:
         """The numbers of a variant by seed, of the seeds that have it."""
         numbers = {seed: record.number(measure.name) for seed, record in self.records[variant].items()}
         return {seed: measure.factor * value for seed, value in sorted(numbers.items()) if value is not None}
+
+
+def measures_of(results: Results) -> list[Measure]:
+    """What the table of a study shows: what it always does, and what its cells have been judged by besides."""
+    if results.study == "transfer":
+        return list(MEASURES["transfer"])
+    besides = [
+        LINEAR_BY_SGD if judge == LINEAR_PAPER else _after_fine_tuning(number)
+        for judge in BESIDES
+        for number in _numbers_by(judge, results)
+    ]
+    if results.study in MEASURES:
+        return [*MEASURES[results.study], *besides]
+    return [*BEFORE, *besides, *AFTER]
+
+
+def _numbers_by(judge: str, results: Results) -> list[str]:
+    """Names of the top-1 accuracies that any cell has by a judge: {"top1"}, or one for each share of the labels."""
+    numbers = (record.evaluations.get(judge, {}).get("numbers", {}) for record in results.found)
+    return list(dict.fromkeys(name for found in numbers for name in found if name.startswith("top1")))
+
+
+def _after_fine_tuning(number: str) -> Measure:
+    share = number.removeprefix("top1_")  # "1%"
+    return Measure(f"{SEMI_SUPERVISED}.{number}", f"top-1, fine-tuned on {share} of the labels (%)")
 
 
 @dataclass(frozen=True)
@@ -135,7 +158,7 @@ def rows_of(results: Results) -> list[dict[str, Any]]:
     """A row for each number of each variant, with everything known about it: what the CSV file holds."""
     rows = []
     for variant in results.variants:
-        for measure in measures_of(results.study):
+        for measure in measures_of(results):
             values = results.values(variant.name, measure)
             found = spread(list(values.values()))
             against = compare(values, results.values(variant.baseline, measure)) if variant.baseline else None
@@ -194,7 +217,7 @@ def _judged_on(results: Results) -> str:
 
 
 def _main_table(results: Results) -> str:
-    measures = measures_of(results.study)
+    measures = measures_of(results)
     lines = {
         variant.name: [_escaped(variant.label), str(len(results.records[variant.name]))] for variant in results.variants
     }
@@ -275,7 +298,7 @@ def _throughout(results: Results) -> str:
 
 
 def _published_table(results: Results) -> str:
-    measures = {measure.name: measure for measure in measures_of(results.study)}
+    measures = {measure.name: measure for measure in measures_of(results)}
     methods = {variant.published for variant in results.variants}
     found = [
         one

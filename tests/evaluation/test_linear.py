@@ -77,7 +77,7 @@ class Counting(Progress):
 
 
 @pytest.mark.parametrize("at_once", [2, 3, 100])  # of 5 steps an epoch, the last of 44 images
-def test_images_of_several_steps_pass_the_backbone_together_and_nothing_changes(pretrained, shapes, monkeypatch, at_once):
+def test_images_of_several_steps_pass_the_backbone_together(pretrained, shapes, monkeypatch, at_once):
     passed = []
     build = Subject.build
 

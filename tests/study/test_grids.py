@@ -194,6 +194,9 @@ def test_measurements_during_a_run_are_few_unless_asked_for():
         ({"evaluation": ("linear.epoch=3",)}, "Did you mean 'epochs'"),
         ({"evaluation": ("lineal.epochs=3",)}, "Did you mean 'linear'"),
         ({"evaluation": ("label-free.views=2",)}, "There are knn, linear, svm, detection, segmentation"),
+        ({"also": ("linear-papr",)}, "knows no 'linear-papr'. Did you mean 'linear-paper'"),
+        ({"also": ("linear-paper",), "protocol": "paper"}, "linear is the paper's already"),
+        ({"evaluation": ("semi-supervised.epochs=3",)}, "Ask for it with --also semi-supervised"),
         ({"evaluation": ("knn=3",)}, "has no setting ''. It has k, temperature"),
         ({"evaluation": ("linear.epochs=few",)}, "cannot be 'few'"),
         ({"validate": True, "validate_share": 1.0}, "between 0 and 1"),
@@ -209,6 +212,8 @@ def test_mistakes(changes, message):
 
 
 def test_more_mistakes():
+    with pytest.raises(UserError, match="transfer is judged on VOC"):
+        plan_of("transfer", also=("semi-supervised",))
     with pytest.raises(UserError, match="something to vary"):
         plan_of("vary")
     with pytest.raises(UserError, match="several values"):
@@ -259,6 +264,23 @@ def test_settings_of_evaluations_keep_their_kind():
 
     edited = changed_settings(LINEAR_QUICK, {"strengths": 0.1, "weight_decay": 1, "milestones": [3]}, "linear")
     assert (edited.strengths, edited.weight_decay, edited.milestones) == ((0.1,), 1.0, (3,))
+
+
+def test_judges_besides_have_the_settings_of_their_preset():
+    plan = plan_of("claim", "transfer", also=("linear-paper", "semi-supervised"), evaluation=("linear-paper.epochs=7",))
+    judged = plan.grids["claim"].protocols
+    assert list(judged) == ["knn", "linear", "linear-paper", "semi-supervised"]
+    assert (judged["linear"]["solver"], judged["linear-paper"]["solver"]) == ("lbfgs", "sgd")
+    assert (judged["linear-paper"]["learning_rate"], judged["linear-paper"]["epochs"]) == (15.0, 7)
+    assert judged["semi-supervised"]["epochs"] == 40  # quick, as everything else
+    assert list(plan.grids["transfer"].protocols) == ["svm", "detection", "segmentation"]
+    assert "--also linear-paper semi-supervised" in plan.grids["claim"].command
+
+
+@pytest.mark.parametrize(("base", "weight_decay"), [("co2-v1", 5e-4), ("co2-v2", 1e-4)])
+def test_the_paper_fine_tunes_backbones_of_moco_v1_with_a_weight_decay_of_their_own(base, weight_decay):
+    plan = plan_of("claim", base=base, protocol="paper", also=("semi-supervised",))
+    assert plan.grids["claim"].protocols["semi-supervised"]["weight_decay"] == weight_decay
 
 
 def test_a_plan_survives_its_file(tmp_path):

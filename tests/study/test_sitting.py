@@ -454,6 +454,26 @@ def test_a_stopped_evaluation_is_not_repeated_and_the_record_grows(planned, monk
     assert read_json(record_path(folder, "moco-s0"))["seconds"]["sittings"] == 2
 
 
+def test_cells_may_be_judged_by_more_later(planned, monkeypatch, read_json):
+    folder, plan = planned("curves")
+    _, path = next(jobs_of(plan, "curves", folder))
+    assert work_on(str(path)) == 0
+    before = read_json(record_path(folder, "moco-s0"))["evaluations"]
+    monkeypatch.setattr(cells, "pretrain", lambda experiment: pytest.fail("trained again"))
+    short = ("linear-paper.epochs=2", "linear-paper.milestones=1", "linear-paper.batch_size=16")
+    short += ("semi-supervised.fractions=0.5", "semi-supervised.epochs=2", "semi-supervised.milestones=1")
+    also = ("linear-paper", "semi-supervised")
+    _, more = planned("curves", folder=folder, also=also, evaluation=(*plan_quick(plan), *short))
+    _, path = next(jobs_of(more, "curves", folder))
+    assert work_on(str(path)) == 0
+    after = read_json(record_path(folder, "moco-s0"))["evaluations"]
+    assert list(after) == ["knn", "linear", *also]
+    assert (after["knn"], after["linear"]) == (before["knn"], before["linear"])
+    assert [after[judge]["settings"]["solver"] for judge in ("linear", "linear-paper")] == ["lbfgs", "sgd"]
+    assert len(after["linear-paper"]["details"]["loss_by_epoch"]) == 2
+    assert set(after["semi-supervised"]["numbers"]) == {"top1_50%", "top5_50%"}
+
+
 def test_a_record_is_not_replaced_by_one_that_says_less(planned, write_cell, read_json):
     """A backbone that is gone is trained again for a new evaluation; until that has all that the old record had, the
     old one stays."""

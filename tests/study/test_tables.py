@@ -113,6 +113,26 @@ def test_the_tables_of_a_study(planned, write_cell):
     assert (line["baseline"], line["n"], line["seeds"], line["values"]) == ("moco", "3", "0 1 2", "63 64 65.5")
 
 
+def test_what_cells_are_judged_by_besides_has_columns_where_it_was_measured(planned, write_cell):
+    folder, plan = planned("claim", "curves", also=("linear-paper", "semi-supervised"))
+    numbers = {"knn.top1": 50.0, "linear.top1": 60.0}
+    more = {"linear-paper.top1": 61.5, "semi-supervised.top1_1%": 20.0, "semi-supervised.top5_1%": 40.0}
+    more |= {"semi-supervised.scratch_top1_1%": 5.0}
+    usual = list(table_of(markdown_text(gather(folder, plan, "claim")))["MoCo"])
+    write_cell(folder, plan, "claim", "moco", 0, numbers | more)
+    write_cell(folder, plan, "claim", "moco-co2-a0.3-t0.1", 0, numbers | {"linear-paper.top1": 63.0})
+    results = gather(folder, plan, "claim")
+    table = table_of(markdown_text(results))
+    by_sgd, tuned = "linear top-1, the paper's SGD (%)", "top-1, fine-tuned on 1% of the labels (%)"
+    assert set(table["MoCo"]) - set(usual) == {by_sgd, tuned, f"Δ {by_sgd[:-4]}", f"Δ {tuned[:-4]}"}
+    assert (table["MoCo"][by_sgd], table["MoCo"][tuned]) == ("61.50", "20.00")
+    row = table["MoCo + CO2 (α=0.3, τ=0.1)"]
+    assert (row[by_sgd], row[tuned], row[f"Δ {by_sgd[:-4]}"]) == ("**63.00**", "–", "+1.50 (n=1)")
+    assert "moco-co2-a0.3-t0.1-s0: not yet judged by semi-supervised" in markdown_text(results)
+    assert by_sgd in table_of(markdown_text(gather(folder, plan, "curves")))["MoCo"]
+    assert by_sgd in "".join(axes.get_xlabel() for axes in figures._dots(results).axes)
+
+
 def test_records_dropped_in_from_elsewhere_are_picked_up_and_others_left_out(planned, write_cell, read_json):
     folder, plan = planned("curves", seeds=(0, 1))
     co2 = plan.grids["curves"].variants[1].name

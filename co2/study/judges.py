@@ -1,0 +1,57 @@
+"""What cells are judged by: protocols of `co2 evaluate`, each with its settings. Nothing here imports torch.
+
+A judge is called as its protocol is, but for one protocol that may be asked twice: `linear` is the quick preset's, the
+regression in seconds, and `linear-paper` beside it the paper's own, SGD for 100 epochs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from co2.errors import UserError, did_you_mean
+from co2.evaluation.presets import Preset, settings_of
+from co2.study.settings import changed_settings, parse_assignments
+
+QUICK = ("knn", "linear")
+TRANSFER = ("svm", "detection", "segmentation")
+LINEAR_PAPER, SEMI_SUPERVISED = "linear-paper", "semi-supervised"
+BESIDES = (LINEAR_PAPER, SEMI_SUPERVISED)
+"""What the cells of any study may be judged by as well, if the user asks for it."""
+
+
+def protocol_of(judge: str) -> str:
+    """The protocol that a judge follows."""
+    return "linear" if judge == LINEAR_PAPER else judge
+
+
+def judges(
+    names: Sequence[str], besides: Sequence[str], preset: Preset, recipe: str, edits: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """The settings of each judge: a study's own and those besides, by the preset, with the user's edits.
+
+    The paper has settings that depend on the recipe that a backbone was pre-trained by.
+    """
+    known = (*QUICK, *TRANSFER, *BESIDES)
+    for name in besides:
+        if name not in BESIDES:
+            raise UserError(
+                f"--also knows no '{name}'.{did_you_mean(name, BESIDES)} There are {' and '.join(BESIDES)}."
+            )
+    if LINEAR_PAPER in besides and preset == "paper":
+        raise UserError(f"With --protocol paper linear is the paper's already. Leave out --also {LINEAR_PAPER}.")
+    settings = {
+        name: settings_of(protocol_of(name), "paper" if name == LINEAR_PAPER else preset, recipe)
+        for name in dict.fromkeys((*names, *besides))
+    }
+    for setting, value in parse_assignments(edits, "--evaluation").items():
+        judge, _, inner = setting.partition(".")
+        judge = judge.replace("_", "-")
+        if judge not in known:
+            raise UserError(
+                f"No study is judged by '{judge}'.{did_you_mean(judge, known)} There are {', '.join(known)}."
+            )
+        if judge in settings:  # else it is for another study of the same data
+            settings[judge] = changed_settings(settings[judge], {inner: value}, judge)
+    return {name: dataclasses.asdict(one) for name, one in settings.items()}
