@@ -107,6 +107,16 @@ def test_only_a_gpu_takes_the_images_of_several_steps_at_once_and_only_small_one
     assert (steps(32), steps(64), steps(224), steps(32, "cpu")) == (16, 4, 1, 1)
 
 
+@pytest.mark.gpu
+def test_a_gpu_takes_several_steps_at_once_and_learns_the_same(pretrained, shapes, monkeypatch):
+    together = evaluate(pretrained, shapes(300), SHORT, device="cuda")
+    monkeypatch.setattr(linear, "_PIXELS_AT_ONCE", 0)
+    alone = evaluate(pretrained, shapes(300), SHORT, device="cuda")
+    # In bfloat16, whose kernels depend on how many images there are.
+    assert together.details["loss_by_epoch"] == pytest.approx(alone.details["loss_by_epoch"], rel=0.02)
+    assert together.numbers["top1"] == pytest.approx(alone.numbers["top1"], abs=3)
+
+
 def test_the_quick_solve_agrees_with_sgd_on_the_same_crops(pretrained, shapes):
     data = shapes(600)
     converged = dataclasses.replace(SHORT, epochs=40, milestones=(24, 32))
