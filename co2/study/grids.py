@@ -6,6 +6,7 @@ name follows from what it is, so that the same variant in two studies is one cel
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,9 +122,9 @@ def cost_of(experiment: Experiment) -> float:
     return pixels_of(experiment) * (2.0 if both_views else 1.0)
 
 
-def pixels_of(experiment: Experiment) -> int:
-    """Pixels of one view, added up over the epochs: views may grow."""
-    return sum(size**2 for size in experiment.view_sizes)
+def pixels_of(experiment: Experiment, until: float = math.inf) -> float:
+    """Pixels of one view, added up over the epochs, or over those until one of them: views may grow."""
+    return sum(size**2 * min(1.0, max(0.0, until - number)) for number, size in enumerate(experiment.view_sizes))
 
 
 def _variant(

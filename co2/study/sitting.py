@@ -30,7 +30,7 @@ from co2.engine.records import METRICS
 from co2.errors import UserError
 from co2.machine import choose_workers, cores, find_device, stop_requests
 from co2.study.cell import Job, TakenError, is_taken
-from co2.study.grids import cost_of
+from co2.study.grids import cost_of, pixels_of
 from co2.study.judges import TRANSFER
 from co2.study.plan import CELLS, FAILED, Cell, Plan
 from co2.study.records import (
@@ -396,6 +396,9 @@ class _Sitting:
     def _share(self, one: _Process) -> float:
         return _share_done(self.circumstances.runs / one.cell.name, one.cell)
 
+    def _epoch(self, one: _Process) -> float:
+        return min(_epoch_reached(self.circumstances.runs / one.cell.name), one.cell.experiment.epochs)
+
     def _time_left(self) -> str:
         """In words, from how fast this sitting has been; nothing as long as that says nothing."""
         running = [(one, self._share(one)) for one in self.running]
@@ -413,8 +416,7 @@ class _Sitting:
 
     def _status(self) -> str:
         stands = ", ".join(
-            f"{one.cell.name} at epoch {self._share(one) * one.cell.experiment.epochs:.0f}/{one.cell.experiment.epochs}"
-            for one in self.running
+            f"{one.cell.name} at epoch {self._epoch(one):.0f}/{one.cell.experiment.epochs}" for one in self.running
         )
         return f"{self._number_done()} of {self.cells} cells done; {stands or 'none running'}.{self._time_left()}"
 
@@ -459,7 +461,12 @@ def _share_kept(run: Path, cell: Cell) -> float:
 
 
 def _share_done(run: Path, cell: Cell) -> float:
-    """How much of a cell's training is logged, from 0 to 1."""
+    """How much of a cell's training is logged, from 0 to 1: of its time, where later epochs take longer."""
+    return pixels_of(cell.experiment, until=_epoch_reached(run)) / pixels_of(cell.experiment)
+
+
+def _epoch_reached(run: Path) -> float:
+    """The epoch in the last line that a run has logged."""
     try:
         with open(run / METRICS, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
@@ -468,7 +475,7 @@ def _share_done(run: Path, cell: Cell) -> float:
         return 0.0
     for line in reversed(lines):
         try:
-            return min(1.0, float(json.loads(line)["epoch"]) / cell.experiment.epochs)
+            return float(json.loads(line)["epoch"])
         except (ValueError, KeyError, TypeError):
             continue  # a line that is being written, or half of one
     return 0.0

@@ -598,6 +598,18 @@ def test_time_left_follows_from_what_is_done(planned, monkeypatch):
     assert duration(7200) == "2.0 hours"
 
 
+def test_later_epochs_with_larger_views_count_for_more(planned):
+    folder, plan = planned("curves", set=("views.size=16", "views.earlier_sizes=[8]"), epochs=4)  # 8, 8, 16, 16 pixels
+    (cell, _) = plan.cells("curves")
+    run = folder / "runs" / cell.name
+    run.mkdir(parents=True)
+    assert sitting._share_done(run, cell) == 0
+    shares = {1: 0.1, 2: 0.2, 2.5: 0.4, 3: 0.6, 4: 1.0, 4.2: 1.0}
+    for epoch, share in shares.items():
+        (run / "metrics.jsonl").write_text(f'{{"kind": "train", "epoch": {epoch}}}\n{{"kind": "tra')  # being written
+        assert sitting._share_done(run, cell) == pytest.approx(share)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
