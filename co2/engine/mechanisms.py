@@ -26,7 +26,6 @@ class Mechanism(nn.Module):
     Where several processes train together, each sees its `Share` of a batch: b of B images. Alone, b = B.
     """
 
-    views_per_image: int  # how many views of each image a step needs
     encoder: Encoder
     lap: Callable[[str], None] = staticmethod(lambda part: None)
     """Called after each part of a step with its name; a stopwatch may stand here."""
@@ -62,8 +61,6 @@ class Mechanism(nn.Module):
 
 class MomentumContrast(Mechanism):
     """MoCo: keys from a slowly moving copy of the encoder, negatives from a queue of past keys."""
-
-    views_per_image = 2
 
     def __init__(self, experiment: Experiment, encoder: Encoder, generator: torch.Generator) -> None:
         super().__init__()
@@ -113,12 +110,10 @@ class MomentumContrast(Mechanism):
 class EndToEnd(Mechanism):
     """SimCLR: the other images of the batch are the negatives, and gradients reach everything."""
 
-    views_per_image = 2
-
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self.encoder = encoder
-        keep_views_together(encoder, self.views_per_image)
+        keep_views_together(encoder, 2)
 
     def compare(self, views: Tensor, images: Tensor, share: Share, chance: Tensor) -> Comparison:
         # Both views of an image side by side, so that a group of batch statistics holds whole images.
@@ -133,8 +128,6 @@ class EndToEnd(Mechanism):
 
 class MemoryBankContrast(Mechanism):
     """InsDisc: the positive is the image's own row of a memory bank, the negatives are sampled rows."""
-
-    views_per_image = 1
 
     def __init__(self, experiment: Experiment, encoder: Encoder, images: int, generator: torch.Generator) -> None:
         super().__init__()

@@ -105,8 +105,9 @@ def test_end_to_end_puts_the_two_views_of_an_image_side_by_side(tiny):
 
 
 def test_a_memory_bank_needs_one_view_and_follows_it(tiny):
-    mechanism = build_mechanism(tiny("insdisc-small", negatives={"size": 10}), 40)
-    assert mechanism.views_per_image == 1
+    experiment = tiny("insdisc-small", negatives={"size": 10})
+    assert experiment.negatives.views_per_image == 1
+    mechanism = build_mechanism(experiment, 40)
     comparison = compare(mechanism, views(1))
     assert len(comparison.negatives) == 10
     assert torch.equal(comparison.positive, mechanism.bank.rows[IMAGES])
