@@ -32,6 +32,7 @@ from co2.evaluation.features import (
     REPLACED,
     Embedding,
     Unreadable,
+    batch_size,
     check_finite,
     embed,
     embed_crops,
@@ -50,10 +51,6 @@ from co2.evaluation.subject import Subject
 from co2.views.specification import Augmentation
 
 __all__ = ["PAPER", "QUICK", "LinearSettings", "evaluate"]
-
-# On a GPU so many pixels pass the backbone at once, for several steps of the layer: the kernels of a small network take
-# less time than it takes to launch them for one step's images.
-_PIXELS_AT_ONCE = 2**22
 
 
 def evaluate(
@@ -130,7 +127,8 @@ def _by_sgd(
     )
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, list(settings.milestones), settings.decay)
     views = _views(subject, settings)
-    at_once = _steps_at_once(settings.batch_size, views.size, device)
+    # Small views pass the backbone for several steps of the layer at once: each has the same features as alone.
+    at_once = max(1, batch_size(views.size, device) // settings.batch_size)
     loader = random_views(
         split.train,
         views,
@@ -167,11 +165,6 @@ def _by_sgd(
         schedule.step()
         losses.append(total / steps)
     return head, {"loss_by_epoch": finite(torch.stack(losses).tolist(), "linear")}
-
-
-def _steps_at_once(batch_size: int, view_size: int, device: torch.device) -> int:
-    """For how many steps of the layer images pass the frozen backbone together: each has the same features as alone."""
-    return max(1, _PIXELS_AT_ONCE // (batch_size * view_size**2)) if device.type == "cuda" else 1
 
 
 def _views(subject: Subject, settings: LinearSettings) -> Augmentation:

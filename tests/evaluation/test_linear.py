@@ -89,7 +89,7 @@ def test_images_of_several_steps_pass_the_backbone_together(pretrained, shapes, 
     monkeypatch.setattr(Subject, "build", watched)
     results = []
     for many in (1, at_once):
-        monkeypatch.setattr(linear, "_steps_at_once", lambda *_, many=many: many)
+        monkeypatch.setattr(linear, "batch_size", lambda *_, many=many: many * 64)
         passed.clear()
         progress = Counting()
         results.append(evaluate(pretrained, shapes(300), SHORT, progress=progress))
@@ -102,15 +102,15 @@ def test_images_of_several_steps_pass_the_backbone_together(pretrained, shapes, 
 
 def test_only_a_gpu_takes_the_images_of_several_steps_at_once_and_only_small_ones():
     def steps(size, device="cuda"):
-        return linear._steps_at_once(256, size, torch.device(device))
+        return features.batch_size(size, torch.device(device)) // PAPER.batch_size
 
-    assert (steps(32), steps(64), steps(224), steps(32, "cpu")) == (16, 4, 1, 1)
+    assert (steps(32), steps(64), steps(224), steps(32, "cpu")) == (4, 4, 1, 1)
 
 
 @pytest.mark.gpu
 def test_a_gpu_takes_several_steps_at_once_and_learns_the_same(pretrained, shapes, monkeypatch):
     together = evaluate(pretrained, shapes(300), SHORT, device="cuda")
-    monkeypatch.setattr(linear, "_PIXELS_AT_ONCE", 0)
+    monkeypatch.setattr(linear, "batch_size", lambda *_: SHORT.batch_size)
     alone = evaluate(pretrained, shapes(300), SHORT, device="cuda")
     # In bfloat16, whose kernels depend on how many images there are.
     assert together.details["loss_by_epoch"] == pytest.approx(alone.details["loss_by_epoch"], rel=0.02)
