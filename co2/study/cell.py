@@ -1,8 +1,8 @@
 """One cell in a process of its own: pre-train from where it stands, judge the backbone, write the record.
 
-The run folder is the truth: checkpoints to continue from, metrics.jsonl, the backbone, and evaluation/PROTOCOL.json for
-each as soon as it is done. The record is composed of them. A process that is killed at any moment leaves
-nothing that the next one cannot go on from.
+The run folder is the truth: checkpoints to continue from, metrics.jsonl, the backbone, and evaluation/JUDGE.json for
+each judge as soon as it is done. The record is composed of them. A process that is killed at any moment leaves nothing
+that the next one cannot go on from.
 """
 
 from __future__ import annotations

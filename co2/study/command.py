@@ -324,11 +324,7 @@ def make_plan(names: Sequence[str], request: Request) -> Plan:
                 variants=tuple(study_called(name).variants(wanted)),
                 seeds=request.seeds,
                 protocols=judges(
-                    study_called(name).judges,
-                    request.also if name != "transfer" else (),
-                    request.protocol,
-                    request.base,
-                    request.evaluation,
+                    study_called(name).judges, request.also, request.protocol, request.base, request.evaluation
                 ),
                 command=_command(names, request),
             )
@@ -338,15 +334,12 @@ def make_plan(names: Sequence[str], request: Request) -> Plan:
 
 
 def _refuse_idle(names: Sequence[str], request: Request) -> None:
-    """What none of these studies has: who gives points of a grid, or settings of a judge, expects them to be used."""
+    """What none of these studies has: who gives points of a grid, or more to judge by, expects them to be used."""
     for option, studies in {"alphas": ("alpha", "alpha-tau"), "taus": ("tau", "alpha-tau"), "vary": ("vary",)}.items():
         if getattr(request, option) != getattr(Request(), option) and not set(names) & set(studies):
             raise UserError(f"--{option} is for the study {' or '.join(studies)}. Name it, or leave --{option} out.")
     if request.also and set(names) == {"transfer"}:
         raise UserError("--also is for the other studies; transfer is judged on VOC. Name one, or leave --also out.")
-    for judge in BESIDES:
-        if judge not in request.also and any(text.startswith(f"{judge}.") for text in request.evaluation):
-            raise UserError(f"Nothing is judged by {judge} here. Ask for it with --also {judge}.")
 
 
 def _values_to_vary(texts: Sequence[str]) -> dict[str, Sequence[Any]]:

@@ -18,7 +18,7 @@ QUICK = ("knn", "linear")
 TRANSFER = ("svm", "detection", "segmentation")
 LINEAR_PAPER, SEMI_SUPERVISED = "linear-paper", "semi-supervised"
 BESIDES = (LINEAR_PAPER, SEMI_SUPERVISED)
-"""What the cells of any study may be judged by as well, if the user asks for it."""
+"""What cells may be judged by as well, if the user asks for it: on the data themselves, so not those of transfer."""
 
 
 def protocol_of(judge: str) -> str:
@@ -43,7 +43,7 @@ def judges(
         raise UserError(f"With --protocol paper linear is the paper's already. Leave out --also {LINEAR_PAPER}.")
     settings = {
         name: settings_of(protocol_of(name), "paper" if name == LINEAR_PAPER else preset, recipe)
-        for name in dict.fromkeys((*names, *besides))
+        for name in (*names, *(besides if names != TRANSFER else ()))
     }
     for setting, value in parse_assignments(edits, "--evaluation").items():
         judge, _, inner = setting.partition(".")
@@ -52,6 +52,8 @@ def judges(
             raise UserError(
                 f"No study is judged by '{judge}'.{did_you_mean(judge, known)} There are {', '.join(known)}."
             )
+        if judge in BESIDES and judge not in besides:
+            raise UserError(f"Nothing is judged by {judge} here. Ask for it with --also {judge}.")
         if judge in settings:  # else it is for another study of the same data
             settings[judge] = changed_settings(settings[judge], {inner: value}, judge)
     return {name: dataclasses.asdict(one) for name, one in settings.items()}

@@ -197,6 +197,7 @@ def test_measurements_during_a_run_are_few_unless_asked_for():
         ({"also": ("linear-papr",)}, "knows no 'linear-papr'. Did you mean 'linear-paper'"),
         ({"also": ("linear-paper",), "protocol": "paper"}, "linear is the paper's already"),
         ({"evaluation": ("semi-supervised.epochs=3",)}, "Ask for it with --also semi-supervised"),
+        ({"evaluation": ("semi_supervised.epochs=3",)}, "Ask for it with --also semi-supervised"),
         ({"evaluation": ("knn=3",)}, "has no setting ''. It has k, temperature"),
         ({"evaluation": ("linear.epochs=few",)}, "cannot be 'few'"),
         ({"validate": True, "validate_share": 1.0}, "between 0 and 1"),
