@@ -98,6 +98,22 @@ def torchvision_names() -> list[str]:
     return list(torchvision.models.list_models(module=torchvision.models))
 
 
+class UnsuitableViewSizeError(UserError):
+    """A backbone does not take views of the size asked for."""
+
+    def __init__(self, backbone: str, view_size: int, error: BaseException, setting: str = "--views.size") -> None:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        super().__init__(
+            f"The backbone '{backbone}' does not take views of {view_size} x {view_size} pixels ({reason}). "
+            f"Choose another {setting} (224 suits most models), or a ResNet, which takes any."
+        )
+        self._known = (backbone, view_size, error)
+
+    def by(self, setting: str) -> UnsuitableViewSizeError:
+        """The same for a command in which another setting says the size."""
+        return UnsuitableViewSizeError(*self._known, setting)
+
+
 def _torchvision_model(name: str, view_size: int, classes: int) -> nn.Module:
     options: dict[str, Any] = {}
     if name in ("googlenet", "inception_v3"):
@@ -111,7 +127,7 @@ def _torchvision_model(name: str, view_size: int, classes: int) -> nn.Module:
     try:
         model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes or 1, **options)
     except (AssertionError, ValueError) as error:
-        raise _unsuitable_view_size(f"torchvision/{name}", view_size, error) from error
+        raise UnsuitableViewSizeError(f"torchvision/{name}", view_size, error) from error
     if classes == 0:
         _remove_classifier(model)
     return model
@@ -154,7 +170,7 @@ def _timm_model(name: str, view_size: int, classes: int) -> nn.Module:
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes, **options)
     except (AssertionError, TypeError, ValueError) as error:
-        raise _unsuitable_view_size(f"timm/{name}", view_size, error) from error
+        raise UnsuitableViewSizeError(f"timm/{name}", view_size, error) from error
     return model
 
 
@@ -197,15 +213,7 @@ def check_view_size(model: nn.Module, name: str, view_size: int, setting: str = 
         with torch.no_grad():
             outputs: Tensor = model(view)
     except (AssertionError, ValueError, RuntimeError) as error:
-        raise _unsuitable_view_size(name, view_size, error, setting) from error
+        raise UnsuitableViewSizeError(name, view_size, error, setting) from error
     finally:
         model.train()
     assert outputs.ndim == 2, f"{name} returns {tuple(outputs.shape)} for one image"
-
-
-def _unsuitable_view_size(name: str, view_size: int, error: BaseException, setting: str = "--views.size") -> UserError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return UserError(
-        f"The backbone '{name}' does not take views of {view_size} x {view_size} pixels ({reason}). "
-        f"Choose another {setting} (224 suits most models), or a ResNet, which takes any."
-    )

@@ -30,7 +30,7 @@ from torchvision.models.resnet import ResNet
 
 from co2.checkpoint import BACKBONE, checkpoints, load_weights, read_backbone, read_checkpoint
 from co2.config import Experiment
-from co2.encoders.backbones import build_backbone, feature_width
+from co2.encoders.backbones import UnsuitableViewSizeError, build_backbone, feature_width
 from co2.encoders.encoder import Encoder, build_head
 from co2.encoders.specification import Stem
 from co2.errors import UserError, did_you_mean
@@ -156,8 +156,8 @@ def open_subject(
         raise UserError(f"--view-size must be from {VIEW_SIZES[0]} to {VIEW_SIZES[-1]} pixels; got {view_size}.")
     try:
         return _open(name, view_size, like, seed, embeddings)
-    except UserError as error:  # backbones speak the language of `co2 pretrain`
-        raise type(error)(str(error).replace("--views.size", "--view-size")) from error
+    except UnsuitableViewSizeError as error:  # it names the setting of `co2 pretrain`
+        raise error.by("--view-size") from error
 
 
 def _open(name: str, view_size: int | None, like: Subject | None, seed: int, embeddings: bool) -> Subject:

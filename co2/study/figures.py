@@ -222,7 +222,7 @@ def _dots(results: Results) -> Figure | None:
     rows = -(-len(measures) // columns)
     height = 0.7 + 0.36 * len(shown)
     figure = Figure(figsize=(3.4 + 2.9 * columns, rows * height), layout="constrained")
-    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+    panels: list[Axes] = list(figure.subplots(rows, columns, sharey=True, squeeze=False).ravel())
     for unused in panels[len(measures) :]:
         unused.set_visible(False)
     labels = [variant.label for variant in shown]
@@ -246,7 +246,17 @@ def _dots(results: Results) -> Figure | None:
         axes.set_ylim(len(labels) - 0.5, -0.5)
         axes.set_xlabel(measure.heading)
         axes.xaxis.set_major_locator(MaxNLocator(5))
+    _same_span(panels[: len(measures)])
     return figure
+
+
+def _same_span(panels: Sequence[Axes]) -> None:
+    """A point is as long in every panel: else those with the least to show would look like those with the most."""
+    limits = [axes.get_xlim() for axes in panels]
+    span = max(high - low for low, high in limits)
+    for axes, (low, high) in zip(panels, limits, strict=True):
+        middle = (low + high) / 2
+        axes.set_xlim(middle - span / 2, middle + span / 2)
 
 
 def _colour(results: Results, variant: Variant) -> str:

@@ -664,6 +664,18 @@ def test_a_figure_has_rows_for_what_was_measured_alone(planned, write_cell):
     assert dots == {30.0: 0.0, 40.0: 1.0}
 
 
+def test_a_point_is_as_long_in_every_panel_of_a_figure(planned, write_cell):
+    folder, plan = planned("claim", seeds=(0,))
+    for number, variant in enumerate(plan.grids["claim"].variants[:2]):
+        accuracies = {"knn.top1": 50.0 + 0.1 * number, "linear.top1": 60.0 + 5 * number}
+        write_cell(folder, plan, "claim", variant.name, 0, accuracies)
+    panels = {axes.get_xlabel(): axes.get_xlim() for axes in figures._dots(gather(folder, plan, "claim")).axes}
+    (knn_low, knn_high), (linear_low, linear_high) = panels["kNN top-1 (%)"], panels["linear top-1 (%)"]
+    assert knn_high - knn_low == pytest.approx(linear_high - linear_low)
+    assert knn_low < 50.0 < 50.1 < knn_high
+    assert linear_low < 60.0 < 65.0 < linear_high < 70.0
+
+
 def test_no_curve_runs_through_the_legend(planned, write_cell):
     folder, plan = planned("curves", seeds=(0,))
     for variant in plan.grids["curves"].variants:
