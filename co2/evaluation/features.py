@@ -145,7 +145,8 @@ def embed_crops(
     """Pooled features of a random view of every image, `count` times. Unreadable images are replaced by others."""
     if not count:
         return []
-    loader = random_views(source, views, batch_size=BATCH, seed=seed, device=device, workers=workers, smallest=1)
+    batch = batch_size(views.size, device)
+    loader = random_views(source, views, batch_size=batch, seed=seed, device=device, workers=workers, smallest=1)
     network, prepare = ready(backbone, device), preparation(views, device)
     progress.stage("Features of crops", count * loader.batches_per_epoch)
     found = []

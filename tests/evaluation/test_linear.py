@@ -117,6 +117,19 @@ def test_a_gpu_takes_several_steps_at_once_and_learns_the_same(pretrained, shape
     assert together.numbers["top1"] == pytest.approx(alone.numbers["top1"], abs=3)
 
 
+def test_crops_are_the_same_however_many_pass_the_backbone_at_once(pretrained, shapes, monkeypatch):
+    source, views = shapes(300).train, linear._views(pretrained, SOLVED)
+    passed, found = [], []
+    for count in (64, 300):
+        monkeypatch.setattr(features, "batch_size", lambda *_, count=count: count)
+        backbone = pretrained.build()
+        backbone.register_forward_pre_hook(lambda _, inputs: passed.append(len(inputs[0])))
+        (crops,) = features.embed_crops(backbone, source, views, count=1, seed=3, device=torch.device("cpu"))
+        found.append(crops.features[crops.images.argsort()])
+    assert passed == [64, 64, 64, 64, 44, 300]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
 def test_the_quick_solve_agrees_with_sgd_on_the_same_crops(pretrained, shapes):
     data = shapes(600)
     converged = dataclasses.replace(SHORT, epochs=40, milestones=(24, 32))
