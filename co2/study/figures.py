@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -15,7 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from co2.study.curves import band
 from co2.study.grids import Variant
 from co2.study.settings import changed
-from co2.study.tables import INSTANCE_ACCURACY, KNN, LINEAR, Measure, Results, measures_of, spread
+from co2.study.tables import INSTANCE_ACCURACY, KNN, KNN_EMBEDDING, LINEAR, Measure, Results, measures_of, spread
 
 # The colours of the report's light page, in its order.
 COLOURS = ("#b8560b", "#1f5fc4", "#0b7a5e", "#a0327d", "#7a6100", "#5b4bb3")
@@ -59,18 +59,27 @@ def _furnish(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
+def _same_span(panels: Sequence[Axes], direction: Literal["x", "y"]) -> None:
+    """A point is as long in every panel: else those with the least to show would look like those with the most."""
+    limits: list[tuple[float, float]] = [getattr(axes, f"get_{direction}lim")() for axes in panels]
+    span = max(high - low for low, high in limits)
+    for axes, (low, high) in zip(panels, limits, strict=True):
+        middle = (low + high) / 2
+        axes.set(**{f"{direction}lim": (middle - span / 2, middle + span / 2)})
+
+
 # Accuracy over alpha or tau (the paper's figure on hyper-parameters), or over alpha with a line for each tau.
 
 
 def _over_setting(results: Results) -> Figure | None:
-    measures = (LINEAR, KNN)
     placed = [variant for variant in results.variants if variant.place]
-    if not any(results.values(variant.name, LINEAR) for variant in placed):
+    measures = [m for m in (LINEAR, KNN, KNN_EMBEDDING) if any(results.values(v.name, m) for v in placed)]
+    if not measures:
         return None
-    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
-    axes_row = figure.subplots(1, len(measures))
+    figure = Figure(figsize=(1.8 + 3.6 * len(measures), 3.4), layout="constrained")
+    panels: list[Axes] = list(figure.subplots(1, len(measures), squeeze=False).ravel())
     lines = _lines(results, placed)
-    for axes, measure in zip(axes_row, measures, strict=True):
+    for axes, measure in zip(panels, measures, strict=True):
         _furnish(axes)
         floor = _floor(results, measure)
         for number, (label, variants) in enumerate(lines.items()):
@@ -78,7 +87,8 @@ def _over_setting(results: Results) -> Figure | None:
         _baseline_line(axes, results, measure, placed[0].baseline)
         _scale(axes, results, placed)
         axes.set_ylabel(measure.heading)
-    axes_row[1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _same_span(panels, "y")
+    panels[-1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
@@ -246,17 +256,8 @@ def _dots(results: Results) -> Figure | None:
         axes.set_ylim(len(labels) - 0.5, -0.5)
         axes.set_xlabel(measure.heading)
         axes.xaxis.set_major_locator(MaxNLocator(5))
-    _same_span(panels[: len(measures)])
+    _same_span(panels[: len(measures)], "x")
     return figure
-
-
-def _same_span(panels: Sequence[Axes]) -> None:
-    """A point is as long in every panel: else those with the least to show would look like those with the most."""
-    limits = [axes.get_xlim() for axes in panels]
-    span = max(high - low for low, high in limits)
-    for axes, (low, high) in zip(panels, limits, strict=True):
-        middle = (low + high) / 2
-        axes.set_xlim(middle - span / 2, middle + span / 2)
 
 
 def _colour(results: Results, variant: Variant) -> str:

@@ -619,6 +619,20 @@ def test_the_baseline_is_a_line_at_its_mean(planned, write_cell):
     np.testing.assert_allclose(np.asarray(curve.get_ydata(), dtype=float), [60.6, 60.8, 61.5, 63.5, 70.5])
 
 
+def test_a_figure_over_a_setting_has_a_panel_for_each_accuracy_on_one_scale(planned, write_cell):
+    folder, plan = planned("alpha", seeds=(0,))
+    for place, variant in enumerate(plan.grids["alpha"].variants):
+        numbers = {"knn.top1": 50.0 + 0.1 * place, "linear.top1": 60.0 + 2 * place}
+        curves = {"train": log(0, 0.5), "epoch": {"epoch": [4.0], "knn_embedding_top1": [0.7 - 0.01 * place]}}
+        write_cell(folder, plan, "alpha", variant.name, 0, numbers, curves=curves)
+    panels = {axes.get_ylabel(): axes for axes in figures._over_setting(gather(folder, plan, "alpha")).axes}
+    assert list(panels) == [LINEAR.heading, "kNN top-1 (%)", "kNN top-1 of embeddings (%)"]
+    (embeddings,) = [container[0] for container in panels["kNN top-1 of embeddings (%)"].containers]
+    np.testing.assert_allclose(np.asarray(embeddings.get_ydata(), dtype=float), [69, 68, 67, 66, 65])
+    spans = [high - low for low, high in (axes.get_ylim() for axes in panels.values())]
+    assert spans == pytest.approx([spans[0]] * 3)
+
+
 def test_both_settings_together_are_a_line_for_each_tau(planned, write_cell):
     folder, plan = planned("alpha-tau", seeds=(0,))
     variants = plan.grids["alpha-tau"].variants
