@@ -92,9 +92,9 @@ def write_checkpoint(run: Path, state: Mapping[str, Any], step: int, keep_every:
                 raise summing.failure from None  # what the disk said; torch hides it behind an error of its own
             raise
     # Later ones are not this run's, which has just come here; they must not push out what it has written.
-    up_to_here = [one for one in checkpoints(run) if _step_of(one) <= step]
+    up_to_here = [one for one in checkpoints(run) if step_of(one) <= step]
     for old in up_to_here[:-KEPT]:
-        if keep_every and _step_of(old) % keep_every == 0:
+        if keep_every and step_of(old) % keep_every == 0:
             continue
         old.unlink()
         old.with_suffix(CHECKSUM).unlink(missing_ok=True)
@@ -103,7 +103,7 @@ def write_checkpoint(run: Path, state: Mapping[str, Any], step: int, keep_every:
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run folder, the newest last."""
-    return sorted((path for path in _listed(run) if re.fullmatch(r"step-\d+\.pt", path.name)), key=_step_of)
+    return sorted((path for path in _listed(run) if re.fullmatch(r"step-\d+\.pt", path.name)), key=step_of)
 
 
 def _listed(run: Path) -> list[Path]:
@@ -118,7 +118,8 @@ def _listed(run: Path) -> list[Path]:
         raise RunError(f"{folder} cannot be read: {error.strerror}. Make it readable, and try again.") from error
 
 
-def _step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
+    """After how many steps a checkpoint was written, by its name."""
     return int(checkpoint.stem.removeprefix("step-"))
 
 

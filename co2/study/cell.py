@@ -31,7 +31,7 @@ import torchvision
 import co2
 from co2.checkpoint import BACKBONE, CHECKPOINTS, CONFIG
 from co2.config import Experiment, differences
-from co2.data.open import open_data
+from co2.data.open import DataSplits, open_data
 from co2.engine.pretrain import Stopped, pretrain
 from co2.engine.records import METRICS
 from co2.errors import UserError
@@ -85,7 +85,9 @@ def work_on(job_file: str) -> int:
     experiment = Experiment.from_json(job.experiment)
     run = Path(experiment.out)
     with _alone(run), _session(run):
+        images = numbers_of(open_data(experiment.data))
         if not is_pretrained(run, experiment):
+            write_json(_images_file(run), images)
             try:
                 pretrain(experiment)
             except Stopped as stop:
@@ -93,7 +95,7 @@ def work_on(job_file: str) -> int:
                 return 128 + stop.signal_number
         if not job.keep_checkpoints:
             shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)  # a finished run has nothing to continue
-        _judge(job, experiment, run)
+        _judge(job, experiment, run, images)
     return 0
 
 
@@ -104,21 +106,44 @@ def is_pretrained(run: Path, experiment: Experiment) -> bool:
     return not differences(experiment, Experiment.from_json((run / CONFIG).read_text(encoding="utf-8")))
 
 
-def _judge(job: Job, experiment: Experiment, run: Path) -> None:
+def numbers_of(splits: DataSplits) -> dict[str, int]:
+    """How many images and classes there are: by these a run and a record are told from those of other data."""
+    bank, test = splits.bank, splits.test
+    return {
+        "train": len(splits.train),
+        "bank": len(bank) if bank is not None else 0,
+        "test": len(test) if test is not None else 0,
+        "classes": len(bank.classes) if bank is not None else 0,
+    }
+
+
+def images_of(run: Path) -> dict[str, int] | None:
+    """The same of what a run was trained on, if that is known."""
+    try:
+        found: dict[str, int] = json.loads(_images_file(run).read_text(encoding="utf-8"))
+        return found
+    except (OSError, ValueError):
+        return None
+
+
+def _images_file(run: Path) -> Path:
+    return run.with_name(f"{run.name}.images.json")
+
+
+def remove_run(run: Path) -> None:
+    """Delete a run, and what is noted about it beside its folder."""
+    shutil.rmtree(run)
+    for path in (_images_file(run), _sessions_file(run)):
+        path.unlink(missing_ok=True)
+
+
+def _judge(job: Job, experiment: Experiment, run: Path, images: Mapping[str, int]) -> None:
     """Evaluate what is not evaluated yet, and bring the record up to date after each."""
     backbone = hashlib.sha256((run / BACKBONE).read_bytes()).hexdigest()
     folder = run / EVALUATIONS
     folder.mkdir(exist_ok=True)
     device = choose_device(experiment.device)
-    splits = open_data(experiment.data)
-    data = {
-        "name": job.data,
-        "train": len(splits.train),
-        "bank": len(splits.bank) if splits.bank is not None else 0,
-        "test": len(splits.test) if splits.test is not None else 0,
-        "classes": len(splits.bank.classes) if splits.bank is not None else 0,
-        "validate": job.validate,
-    }
+    data = {"name": job.data, **images, "validate": job.validate}
     circumstances = Circumstances(
         data=experiment.data,
         voc=job.voc,
@@ -132,12 +157,13 @@ def _judge(job: Job, experiment: Experiment, run: Path) -> None:
         known = PROTOCOLS[protocol_of(judge)]
         settings = type(known.quick)(**{n: tuple(v) if isinstance(v, list) else v for n, v in plain.items()})
         path = folder / f"{judge}.json"
-        found = _read_evaluation(path, backbone, settings_to_record(judge, plain, job.view_size))
+        data_shown = job.voc if known.needs_voc else job.data
+        found = _read_evaluation(path, backbone, data_shown, settings_to_record(judge, plain, job.view_size))
         if found is None:
             print(f"Judging by {judge} ...", flush=True)
             subject = open_subject(str(run), view_size=job.view_size if known.needs_voc else None)
             (evaluation,) = evaluate_runs(protocol_of(judge), subject, settings, circumstances)
-            named = {"subject": job.cell, "data": job.voc if known.needs_voc else job.data}
+            named = {"subject": job.cell, "data": data_shown}
             write_json(path, dataclasses.asdict(evaluation) | named | {"backbone": backbone})
             found = json.loads(path.read_text(encoding="utf-8"))  # as JSON has it: no tuples, no NaN
             numbers = "  ".join(f"{name} {value:.2f}" for name, value in evaluation.numbers.items())
@@ -146,11 +172,13 @@ def _judge(job: Job, experiment: Experiment, run: Path) -> None:
         _compose(job, experiment, run, data, done, backbone, device)
 
 
-def _read_evaluation(path: Path, backbone: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """An evaluation of this very backbone with these settings, if it is there."""
+def _read_evaluation(path: Path, backbone: str, data: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """An evaluation of this very backbone on these data with these settings, if it is there. Who has nothing judged on
+    VOC need not say where it is: `data` may be empty."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        same = found["backbone"] == backbone and all(found["settings"][n] == v for n, v in settings.items())
+        same = found["backbone"] == backbone and found["data"] == (data or found["data"])
+        same = same and all(found["settings"][n] == v for n, v in settings.items())
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there, or half of it from before a crash
     return found if same else None

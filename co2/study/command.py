@@ -254,7 +254,8 @@ def _study(names: list[str], request: Request) -> int:
         return _write_up(out, earlier, names)
     if not request.data:
         raise UserError("A study needs labelled images: give --data, as for `co2 pretrain`.")
-    plan = merge_plans(earlier, make_plan(names, request), out, request.redo)
+    asked = make_plan(names, request)
+    plan = merge_plans(earlier, asked, out, request.redo)
     chosen = _chosen(plan, names, request.only)
     if "transfer" in names and not request.voc and not request.report_only and not request.plan:
         raise UserError("transfer needs PASCAL VOC's layout: give --voc with the folder that holds VOCdevkit.")
@@ -280,7 +281,7 @@ def _study(names: list[str], request: Request) -> int:
     if request.report_only:
         write_plan(out, plan)
         return _write_up(out, plan, names)
-    commands = {cell.name: plan.grids[name].command for name in reversed(names) for cell in plan.cells(name)}
+    commands = {cell.name: asked.grids[name].command for name in reversed(names) for cell in plan.cells(name)}
     todo, done = outstanding(cells, plan, circumstances)  # what is refused is refused before anything is written
     if done:
         print(f"{len(done)} of {len(cells)} cells are done already.", flush=True)
@@ -360,20 +361,20 @@ def _chosen(plan: Plan, names: Sequence[str], only: Sequence[str]) -> list[str]:
 
 
 def _show_plan(plan: Plan, cells: Sequence[Cell], circumstances: Circumstances) -> int:
-    from co2.study.records import mismatches, missing_protocols, read_record, record_path
+    from co2.study.sitting import standing
 
     left = []
     for cell in cells:
-        record = read_record(record_path(circumstances.out, cell.name))
-        missing = missing_protocols(record, cell)
-        other = mismatches(record, cell, plan) if record is not None else []
+        found = standing(cell, plan, circumstances, images=None)  # the data need not be here
         begun = " (begun)" if (circumstances.runs / cell.name).is_dir() else ""
+        other = [f"its record has other settings ({found.other_record[0]})"] if found.other_record else []
+        other += [f"its run has other settings ({found.other_run[0]})"] if found.other_run else []
         if other:
             word = "to do again" if circumstances.redo else "refused without --redo"
-            stands = f"{word}: its record has other settings ({other[0]})"
+            stands = f"{word}: {', and '.join(other)}"
         else:
-            stands = f"to do{begun}: {', '.join(missing)}" if missing else "done"
-        left += [cell] if other or missing else []
+            stands = f"to do{begun}: {', '.join(found.missing)}" if found.missing else "done"
+        left += [cell] if found.missing else []
         print(f"{cell.name:<40} {stands}")
     runs_left = sum(cost_of(cell.experiment) for cell in left) / pixels_of(plan.base)
     print(f"{len(cells) - len(left)} of {len(cells)} cells are done; {runs_left:.0f} runs' time is left at most.")

@@ -78,7 +78,7 @@ def _over_setting(results: Results) -> Figure | None:
         return None
     figure = Figure(figsize=(1.8 + 3.6 * len(measures), 3.4), layout="constrained")
     panels: list[Axes] = list(figure.subplots(1, len(measures), squeeze=False).ravel())
-    lines = _lines(results, placed)
+    lines = _lines(results, [v for v in placed if any(results.values(v.name, m) for m in measures)])
     for axes, measure in zip(panels, measures, strict=True):
         _furnish(axes)
         floor = _floor(results, measure)
@@ -100,11 +100,7 @@ def _lines(results: Results, placed: Sequence[Variant]) -> dict[str, list[Varian
     for variant in placed:
         tau = changed(results.base, variant.changes).objective.tau_consistency
         found.setdefault(f"τ_con = {tau:g}", []).append(variant)
-    return {
-        label: variants
-        for label, variants in found.items()
-        if any(results.values(variant.name, LINEAR) for variant in variants)
-    }
+    return found
 
 
 def _floor(results: Results, measure: Measure) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from co2 import recipes
@@ -144,6 +144,16 @@ def _variant(
         published=method_of(experiment) if published else "",
         place=place,
     )
+
+
+def rebased(variant: Variant, base: Experiment, other: Experiment) -> Variant:
+    """The same variant of another base: what it is called by stays as it is."""
+    before, after = changed(base, variant.changes), changed(other, variant.changes)
+    if name_of(before) == name_of(after):
+        return variant
+    settings = flatten(before)
+    same = changed(after, {name: settings[name] for name in _NAMED})
+    return replace(variant, changes=changes_between(other, same))
 
 
 def _pair(wanted: Wanted, changes: Mapping[str, Any]) -> list[Variant]:

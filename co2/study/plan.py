@@ -17,7 +17,7 @@ from typing import Any
 from co2.config import Experiment, differences
 from co2.errors import UserError
 from co2.files import write_atomically
-from co2.study.grids import Variant
+from co2.study.grids import Variant, rebased
 from co2.study.settings import changed, plain_settings
 
 PLAN = "study.json"
@@ -50,11 +50,10 @@ class Plan:
     """Side of the views that a backbone is shown for VOC classification."""
     grids: Mapping[str, Grid] = field(default_factory=dict)
 
-    def cells(self, study: str, seeds: Sequence[int] | None = None) -> list[Cell]:
+    def cells(self, study: str) -> list[Cell]:
         """The cells of a study, seed by seed, so that an unfinished grid has whole rows to compare."""
         grid = self.grids[study]
-        chosen = grid.seeds if seeds is None else seeds
-        return [self.cell(study, variant, seed) for seed in chosen for variant in grid.variants]
+        return [self.cell(study, variant, seed) for seed in grid.seeds for variant in grid.variants]
 
     def cell(self, study: str, variant: Variant, seed: int) -> Cell:
         """One variant, trained from one seed."""
@@ -145,7 +144,11 @@ def merge_plans(earlier: Plan | None, asked: Plan, folder: Path, redo: bool) -> 
             + "\n  ".join(lines)
             + "\nChoose another --out, or say --redo to compute them again with the new settings."
         )
-    grids = {**earlier.grids, **asked.grids}
+    kept = {
+        name: replace(grid, variants=tuple(rebased(variant, earlier.base, asked.base) for variant in grid.variants))
+        for name, grid in earlier.grids.items()
+    }
+    grids = {**kept, **asked.grids}
     if not lines:
         both = earlier.grids.keys() & asked.grids.keys()
         grids.update({name: _united(earlier.grids[name], asked.grids[name], asked.base) for name in both})
@@ -167,5 +170,5 @@ def _united(earlier: Grid, asked: Grid, base: Experiment) -> Grid:
         variants=tuple(sorted(variants.values(), key=place)),  # stable: only what stands on an axis is moved
         seeds=tuple(sorted({*earlier.seeds, *asked.seeds})),
         protocols={**earlier.protocols, **asked.protocols},
-        command="\n".join(dict.fromkeys([*earlier.command.splitlines(), asked.command])),
+        command="\n".join(dict.fromkeys([*earlier.command.splitlines(), *asked.command.splitlines()])),
     )

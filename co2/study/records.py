@@ -105,9 +105,8 @@ def mismatches(record: CellRecord, cell: Cell, plan: Plan, data: Mapping[str, An
         lines.append(
             f"share held out for validation: {recorded.get('validate')} in the record, {plan.validate} asked for"
         )
-    for name in DATA_NUMBERS if data is not None else ():
-        if data is not None and recorded.get(name) != data[name]:
-            lines.append(f"data, {name}: {recorded.get(name)} in the record, {data[name]} asked for")
+    if data is not None:
+        lines += other_data(recorded, data, "the record")
     for protocol, settings in cell.protocols.items():
         if protocol in record.evaluations:
             theirs = record.evaluations[protocol]["settings"]
@@ -117,6 +116,15 @@ def mismatches(record: CellRecord, cell: Cell, plan: Plan, data: Mapping[str, An
                 if theirs.get(name) != value
             ]
     return lines
+
+
+def other_data(theirs: Mapping[str, Any], ours: Mapping[str, Any], where: str) -> list[str]:
+    """How the numbers of images that something was made of differ from those there are now, a line each."""
+    return [
+        f"data, {name}: {theirs.get(name)} in {where}, {ours[name]} asked for"
+        for name in DATA_NUMBERS
+        if theirs.get(name) != ours[name]
+    ]
 
 
 def settings_to_record(protocol: str, settings: Mapping[str, Any], view_size: int) -> dict[str, Any]:

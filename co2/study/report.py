@@ -35,6 +35,7 @@ from co2.study.records import (
 from co2.study.settings import changes_between, parse_assignments
 from co2.study.tables import Results, csv_text, markdown_text
 
+_LEFT_OUT = "left out"
 _MARK = "<!-- Written by `co2 study report`. "
 
 
@@ -50,7 +51,7 @@ def gather(folder: Path, plan: Plan, study: str) -> Results:
             record, why = _usable(folder, plan, cell)
             if record is not None:
                 records[variant.name][seed] = record
-            if why and (seed in grid.seeds or record is not None):
+            if why and (seed in grid.seeds or record is not None or why.startswith(_LEFT_OUT)):
                 missing[cell.name] = _shortened(failed.get(cell.name, "")) or why
     _leave_out_other_data(records, missing)
     return Results(study, grid.variants, records, missing, plan.base, plan.validate)
@@ -61,12 +62,12 @@ def _usable(folder: Path, plan: Plan, cell: Cell) -> tuple[CellRecord | None, st
     try:
         record = read_record(record_path(folder, cell.name))
     except UserError as error:
-        return None, f"left out: {error}"
+        return None, f"{_LEFT_OUT}: {error}"
     if record is None:
         return None, "not computed yet"
     lines = mismatches(record, cell, plan)
     if lines:
-        return None, f"left out: its record has other settings ({'; '.join(lines[:3])})"
+        return None, f"{_LEFT_OUT}: its record has other settings ({'; '.join(lines[:3])})"
     absent = missing_protocols(record, cell)
     return record, f"not yet judged by {' and '.join(absent)}" if absent else ""
 
@@ -82,7 +83,7 @@ def _leave_out_other_data(records: Mapping[str, dict[int, CellRecord]], missing:
     for (variant, seed), found in numbers.items():
         if found != usual[0][0]:
             said = ", ".join(f"{name} {number}" for name, number in zip(DATA_NUMBERS, found, strict=True))
-            missing[f"{variant}-s{seed}"] = f"left out: its record is of other data than most ({said})"
+            missing[f"{variant}-s{seed}"] = f"{_LEFT_OUT}: its record is of other data than most ({said})"
             del records[variant][seed]
 
 

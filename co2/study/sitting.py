@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from co2.checkpoint import BACKBONE, CONFIG, checkpoints
+from co2.checkpoint import BACKBONE, CONFIG, checkpoints, step_of
 from co2.config import Experiment, differences
 from co2.data.open import VALIDATION, open_data, validation_of
 from co2.data.voc import read_detection, read_segmentation
@@ -29,7 +28,7 @@ from co2.engine.pretrain import check_sizes
 from co2.engine.records import METRICS
 from co2.errors import UserError
 from co2.machine import choose_workers, cores, find_device, stop_requests
-from co2.study.cell import Job, TakenError, is_taken
+from co2.study.cell import Job, TakenError, images_of, is_taken, numbers_of, remove_run
 from co2.study.grids import cost_of, pixels_of
 from co2.study.judges import TRANSFER
 from co2.study.plan import CELLS, FAILED, Cell, Plan
@@ -38,6 +37,7 @@ from co2.study.records import (
     duration,
     mismatches,
     missing_protocols,
+    other_data,
     read_record,
     record_path,
     write_failure,
@@ -87,40 +87,65 @@ class Outcome:
     """What the user stopped the sitting by."""
 
 
+@dataclass(frozen=True)
+class Standing:
+    """How a cell stands, by its record and its run."""
+
+    missing: list[str]
+    """What it still has to be judged by."""
+    other_record: list[str]
+    """How its record differs from what is asked for."""
+    other_run: list[str]
+    """Likewise its run, if that is still of use."""
+
+
+def standing(cell: Cell, plan: Plan, circumstances: Circumstances, images: Mapping[str, int] | None) -> Standing:
+    """How a cell stands; `images` are the numbers of images there are now, if they are to be compared."""
+    record = read_record(record_path(circumstances.out, cell.name))
+    other_record = mismatches(record, cell, plan, images) if record is not None else []
+    missing = missing_protocols(None if other_record else record, cell)
+    if not missing:
+        return Standing([], [], [])
+    return Standing(missing, other_record, _other_run(cell, plan, circumstances, images, other_record))
+
+
 def outstanding(cells: Sequence[Cell], plan: Plan, circumstances: Circumstances) -> tuple[list[Cell], list[str]]:
     """The cells that have something left to do, and the names of those that have not.
 
-    Records and runs of these names with other settings are refused, or given up if the user says so.
+    Records and runs of these names with other settings are refused, or given up if the user says so, once nothing else
+    is refused.
     """
-    data = _count_images(data_of(plan))
-    todo: list[Cell] = []
-    done: list[str] = []
-    differing = {}
-    for cell in cells:
-        path, run = record_path(circumstances.out, cell.name), circumstances.runs / cell.name
-        record = read_record(path)
-        lines = mismatches(record, cell, plan, data) if record is not None else []
-        if lines and circumstances.redo:
-            print(f"{cell.name}: its record has other settings ({lines[0]}) and is computed again.")
-            path.unlink()
-            record, lines = None, []
-        missing = missing_protocols(record, cell)
-        if missing or lines:
-            lines += _other_run(run, cell, plan, circumstances.redo)
-        if lines:
-            differing[cell.name] = lines
-        if missing:
-            todo.append(cell)
-        else:
-            done.append(cell.name)
-    if differing:
+    images = _count_images(data_of(plan))
+    stands = {cell.name: standing(cell, plan, circumstances, images) for cell in cells}
+    differing = {name: lines for name, one in stands.items() if (lines := one.other_record + one.other_run)}
+    if differing and not circumstances.redo:
         raise UserError(
             "There are records or runs of these cells with other settings:\n"
             + "\n".join(f"  {name}: {'; '.join(lines[:3])}" for name, lines in list(differing.items())[:8])
             + "\nChoose another --out (and --runs), or say --redo to compute these cells again."
         )
-    _check_what_all_need(todo, data["train"], circumstances)
-    return todo, done
+    todo = [cell for cell in cells if stands[cell.name].missing]
+    _check_what_all_need(todo, images["train"], circumstances)
+    for cell in todo:
+        if not stands[cell.name].other_record:
+            _check_what_its_record_needs(cell, circumstances)
+    _give_up({name: stands[name] for name in differing}, circumstances)
+    return todo, [name for name, one in stands.items() if not one.missing]
+
+
+def _give_up(cells: Mapping[str, Standing], circumstances: Circumstances) -> None:
+    """Remove records and runs of cells that are to be computed again."""
+    for name, one in cells.items():
+        if one.other_run and is_taken(circumstances.runs / name):
+            raise UserError(f"{name} is being worked on by another sitting. Stop it, or wait, and say --redo again.")
+    for name, one in cells.items():
+        if one.other_record:
+            print(f"{name}: its record has other settings ({one.other_record[0]}) and is computed again.")
+            record_path(circumstances.out, name).unlink()
+        if one.other_run:
+            run = circumstances.runs / name
+            print(f"{name}: the run in {run} has other settings ({one.other_run[0]}) and is removed.")
+            remove_run(run)
 
 
 def _check_what_all_need(cells: Sequence[Cell], images: int, circumstances: Circumstances) -> None:
@@ -138,28 +163,41 @@ def _check_what_all_need(cells: Sequence[Cell], images: int, circumstances: Circ
             read(circumstances.voc, asked[protocol]["train"], asked[protocol]["test"])
 
 
+def _check_what_its_record_needs(cell: Cell, circumstances: Circumstances) -> None:
+    """A record is only replaced by one that says as much. Where the backbone is gone, all of it is judged again."""
+    record = read_record(record_path(circumstances.out, cell.name))
+    on_voc = [name for name in TRANSFER if record is not None and name in record.evaluations]
+    if on_voc and not circumstances.voc and not (circumstances.runs / cell.name / BACKBONE).is_file():
+        raise UserError(
+            f"{cell.name} has to be trained again: its backbone is not in {circumstances.runs}. Its record has numbers "
+            f"by {' and '.join(on_voc)}, which come from PASCAL VOC: give --voc with the folder that holds VOCdevkit."
+        )
+
+
 def data_of(plan: Plan) -> str:
     """What cells train on and are judged on: the data as named, or with a part for validation put aside."""
     return plan.base.data if plan.validate is None else validation_of(plan.base.data, plan.validate)
 
 
-def _count_images(data: str) -> dict[str, Any]:
+def _count_images(data: str) -> dict[str, int]:
     splits = open_data(data)
     if splits.bank is None:
         raise UserError(
             f"A study needs labels to judge by, and there are none in {splits.description}. Give data with a "
             "sub-folder for each class, for instance."
         )
-    return {
-        "train": len(splits.train),
-        "bank": len(splits.bank),
-        "test": len(splits.test) if splits.test is not None else 0,
-        "classes": len(splits.bank.classes),
-    }
+    return numbers_of(splits)
 
 
-def _other_run(run: Path, cell: Cell, plan: Plan, redo: bool) -> list[str]:
-    """How the run in a folder differs from a cell; if the user wants it redone, the folder is removed instead."""
+def _other_run(
+    cell: Cell,
+    plan: Plan,
+    circumstances: Circumstances,
+    images: Mapping[str, int] | None,
+    other_record: Sequence[str],
+) -> list[str]:
+    """How the run of a cell differs from what is asked for, a line each."""
+    run = circumstances.runs / cell.name
     if not (run / CONFIG).is_file():
         return []
     try:
@@ -169,10 +207,11 @@ def _other_run(run: Path, cell: Cell, plan: Plan, redo: bool) -> list[str]:
     lines = [line.replace("the run folder", str(run)) for line in differences(cell.experiment, found)]
     if _put_aside(found.data) != _put_aside(data_of(plan)):
         lines.append(f"data: {found.data} in {run}, {data_of(plan)} asked for")
-    if lines and redo:
-        print(f"{cell.name}: the run in {run} has other settings ({lines[0]}) and is removed.")
-        shutil.rmtree(run)
-        return []
+    trained_on = images_of(run)
+    if trained_on is not None and images is not None:
+        lines += other_data(trained_on, images, str(run))
+    if trained_on is None:  # then it is of what its record is of
+        lines += [line for line in other_record if line.startswith("data")]
     return lines
 
 
@@ -205,6 +244,7 @@ class _Process:
 
     cell: Cell
     process: subprocess.Popen[bytes]
+    job_file: Path
     log: Path
     log_begins: int
     """Where in its log this sitting begins."""
@@ -303,7 +343,8 @@ class _Sitting:
         circumstances = self.circumstances
         run, known = circumstances.runs / cell.name, self._record(cell)
         # A record of another training is only replaced by one that says as much.
-        also = {name: known.evaluations[name]["settings"] for name in known.evaluations} if known is not None else {}
+        judged = known.evaluations if known is not None else {}
+        also = {name: judged[name]["settings"] for name in judged if name not in cell.protocols}
         if known is not None and not (run / BACKBONE).is_file():
             print(f"{cell.name}: the backbone of its record is not in {circumstances.runs}; it is trained again.")
         workers = circumstances.workers
@@ -315,7 +356,7 @@ class _Sitting:
         job = Job(
             cell=cell.name,
             experiment=experiment.to_json(),
-            protocols=_only_settings(also) | dict(cell.protocols),
+            protocols=dict(cell.protocols) | _only_settings(also),
             record=str(record_path(circumstances.out, cell.name)),
             data=self.plan.base.data,
             validate=self.plan.validate,
@@ -325,7 +366,7 @@ class _Sitting:
             keep_checkpoints=circumstances.keep_checkpoints,
         )
         self._note(cell).unlink(missing_ok=True)  # it is tried again
-        job_file = run.with_name(f"{run.name}.job.json")
+        job_file = run.with_name(f"{run.name}.{os.getpid()}.job.json")  # another sitting may be at it in this moment
         job.write(job_file)
         log = run.with_name(f"{run.name}.log")
         with open(log, "ab") as output:
@@ -338,7 +379,7 @@ class _Sitting:
                 env={**_environment(circumstances.jobs), **self.shared},
                 start_new_session=True,  # Ctrl-C is ours to pass on
             )
-        self.running.append(_Process(cell, process, log, begins, _share_kept(run, cell)))
+        self.running.append(_Process(cell, process, job_file, log, begins, _share_kept(run, cell)))
         goes_on = "goes on from its last checkpoint" if checkpoints(run) else "begins"
         if (run / BACKBONE).is_file():
             goes_on = "is pre-trained, and judged next"
@@ -361,6 +402,7 @@ class _Sitting:
             self.running.remove(one)
             assert one.process.stdin is not None
             one.process.stdin.close()
+            one.job_file.unlink(missing_ok=True)
             code, name = one.process.returncode, one.cell.name
             if code == TakenError.exit_code:  # another sitting began it in the same moment
                 self.waiting.append(one.cell)
@@ -397,7 +439,7 @@ class _Sitting:
         return _share_done(self.circumstances.runs / one.cell.name, one.cell)
 
     def _epoch(self, one: _Process) -> float:
-        return min(_epoch_reached(self.circumstances.runs / one.cell.name), one.cell.experiment.epochs)
+        return min(_reached(self.circumstances.runs / one.cell.name)[0], one.cell.experiment.epochs)
 
     def _time_left(self) -> str:
         """In words, from how fast this sitting has been; nothing as long as that says nothing."""
@@ -409,7 +451,7 @@ class _Sitting:
             (1 - _share_kept(self.circumstances.runs / cell.name, cell)) * cost_of(cell.experiment)
             for cell in self.waiting
         )
-        if not done or not left:
+        if done <= 0 or not left:
             return ""
         at_once = min(self.circumstances.jobs, len(self.waiting) + len(self.running))
         return f" About {duration(spent / done * left / at_once)} left."
@@ -456,29 +498,41 @@ def _environment(jobs: int) -> dict[str, str]:
 
 
 def _share_kept(run: Path, cell: Cell) -> float:
-    """How much of its training a cell that is not worked on need not do again; after a kill perhaps a little less."""
-    return _share_done(run, cell) if checkpoints(run) or (run / BACKBONE).is_file() else 0.0
+    """How much of its training a cell that is not worked on need not do again."""
+    if (run / BACKBONE).is_file():
+        return _share_done(run, cell)
+    newest = checkpoints(run)[-1:]
+    epoch, step = _reached(run)
+    if not newest or not step:
+        return 0.0
+    return _share_until(cell, epoch * min(1.0, step_of(newest[0]) / step))  # what is logged after it is forgotten
 
 
 def _share_done(run: Path, cell: Cell) -> float:
-    """How much of a cell's training is logged, from 0 to 1: of its time, where later epochs take longer."""
-    return pixels_of(cell.experiment, until=_epoch_reached(run)) / pixels_of(cell.experiment)
+    """How much of a cell's training is logged, from 0 to 1."""
+    return _share_until(cell, _reached(run)[0])
 
 
-def _epoch_reached(run: Path) -> float:
-    """The epoch in the last line that a run has logged."""
+def _share_until(cell: Cell, epoch: float) -> float:
+    """How much of a cell's training is done at an epoch, from 0 to 1: of its time, where later epochs take longer."""
+    return pixels_of(cell.experiment, until=epoch) / pixels_of(cell.experiment)
+
+
+def _reached(run: Path) -> tuple[float, int]:
+    """The epoch and the step in the last line that a run has logged."""
     try:
         with open(run / METRICS, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             lines = file.read().splitlines()
     except OSError:
-        return 0.0
+        return 0.0, 0
     for line in reversed(lines):
         try:
-            return float(json.loads(line)["epoch"])
+            row = json.loads(line)
+            return float(row["epoch"]), int(row["step"])
         except (ValueError, KeyError, TypeError):
             continue  # a line that is being written, or half of one
-    return 0.0
+    return 0.0, 0
 
 
 def _error_in(log: Path, begins: int) -> str:

@@ -1,7 +1,9 @@
 """The grids are what they say: which cells, made of which settings."""
 
+import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
@@ -10,7 +12,7 @@ from co2.cli import main
 from co2.config import flatten
 from co2.errors import UserError
 from co2.study.command import Request, make_plan
-from co2.study.grids import STUDIES, Wanted, cost_of, method_of, name_of
+from co2.study.grids import STUDIES, Wanted, cost_of, label_of, method_of, name_of
 from co2.study.plan import all_cells, merge_plans, read_plan, write_plan
 from co2.study.settings import changed, changed_settings, parse_assignments
 
@@ -147,14 +149,12 @@ def test_vary_takes_settings_one_at_a_time_and_skips_the_bases_value():
 
 def test_vary_shares_its_cells_with_studies_of_the_same_setting():
     varied = ("objective.alpha=[0,1]", "negatives.symmetric=[true]", "objective.tau_consistency=[0.2]")
-    plan = plan_of("vary", "claim", "alpha", vary=varied)
+    plan = plan_of("vary", "claim", "alpha", vary=varied, seeds=(0,))
     base, *others = (variant.name for variant in plan.grids["vary"].variants)
     weaker = name_of(recipes.co2_small().edit(objective={"alpha": 1.0}))
     assert others[:3] == ["moco", weaker, base.replace("moco", "moco-symmetric")]
     for name in others[:3]:
-        cells = {
-            cell.experiment for study in plan.grids for cell in plan.cells(study, seeds=[0]) if cell.variant == name
-        }
+        cells = {cell.experiment for study in plan.grids for cell in plan.cells(study) if cell.variant == name}
         assert len(cells) == 1
     without = plan_of("vary", set=("objective.alpha=0",), vary=("objective.tau_consistency=[0.2]",))
     assert [variant.name for variant in without.grids["vary"].variants] == [
@@ -285,27 +285,33 @@ def test_the_paper_fine_tunes_backbones_of_moco_v1_with_a_weight_decay_of_their_
 
 
 def test_a_plan_survives_its_file(tmp_path):
-    plan = plan_of("claim", "transfer", seeds=(3, 4), validate=True, epochs=5, set=("views.crop_scale=0.1,1",))
+    asked = {"seeds": (3, 4), "epochs": 5, "validate": True, "validate_share": 0.2, "view_size": 64}
+    plan = plan_of("claim", "transfer", also=("linear-paper",), set=("views.crop_scale=0.1,1",), **asked)
     write_plan(tmp_path, plan)
     read = read_plan(tmp_path)
-    assert read.base == plan.base
-    assert read.validate == 0.1
-    assert [cell.experiment for cell in read.cells("claim")] == [cell.experiment for cell in plan.cells("claim")]
-    assert read.grids["claim"].variants == plan.grids["claim"].variants
+    assert (read.base, read.validate, read.view_size) == (plan.base, 0.2, 64)
+    assert json.dumps(asdict(read), indent=1) == json.dumps(asdict(plan), indent=1)  # which has no tuples
+    for study in ("claim", "transfer"):
+        assert [cell.experiment for cell in read.cells(study)] == [cell.experiment for cell in plan.cells(study)]
+        assert read.grids[study].variants == plan.grids[study].variants
 
 
 def test_another_sitting_adds_to_a_grid_and_takes_nothing_away(tmp_path):
     own = {"set": ("objective.alpha=1", "objective.tau_consistency=0.04")}
-    first = plan_of("alpha", "claim", seeds=(0, 1), alphas=(0.1, 0.3), **own)
+    first = plan_of("alpha", "claim", seeds=(0, 1), alphas=(0.1, 0.3), also=("linear-paper",), **own)
     second = plan_of("alpha", seeds=(2,), alphas=(0.2, 3.0), jobs=3, time_limit=5.0, only=("moco",), **own)
     merged = merge_plans(first, second, tmp_path, redo=False)
     assert [variant.place for variant in merged.grids["alpha"].variants] == [0, 0.1, 0.2, 0.3, 1, 3]
     assert merged.grids["alpha"].seeds == (0, 1, 2)
     assert merged.grids["claim"] == first.grids["claim"]
+    judges = first.grids["alpha"].protocols
+    assert list(judges) == ["knn", "linear", "linear-paper"]
+    assert merged.grids["alpha"].protocols == judges
+    assert merge_plans(second, first, tmp_path, redo=False).grids["alpha"].protocols == judges
     base = "--data shapes:40:16"
     settings = "--set objective.alpha=1 --set objective.tau_consistency=0.04"
     assert merged.grids["alpha"].command.splitlines() == [  # without what changes no number
-        f"co2 study alpha claim {base} --seeds 0 1 {settings} --alphas 0.1 0.3",
+        f"co2 study alpha claim {base} --seeds 0 1 {settings} --alphas 0.1 0.3 --also linear-paper",
         f"co2 study alpha {base} --seeds 2 {settings} --alphas 0.2 3.0",
     ]
     assert merge_plans(merged, second, tmp_path, redo=False) == merged
@@ -320,6 +326,19 @@ def test_a_folder_has_one_base(tmp_path):
         merge_plans(earlier, plan_of("claim", epochs=5, validate=True), tmp_path, redo=False)
     same = merge_plans(earlier, plan_of("alpha", epochs=5), tmp_path, redo=False)
     assert list(same.grids) == ["claim", "alpha"]
+
+
+def test_another_base_does_not_change_what_variants_are_called_by(tmp_path):
+    first = plan_of("alpha", "claim", epochs=5, set=("objective.alpha=1", "objective.tau_consistency=0.04"))
+    other = plan_of("claim", epochs=6, set=("objective.alpha=2", "objective.tau_consistency=0.1"))
+    merged = merge_plans(first, other, tmp_path, redo=True)
+    assert list(merged.grids) == ["alpha", "claim"]
+    assert {cell.experiment.epochs for cell in merged.cells("alpha")} == {6}
+    for study in merged.grids:
+        for variant in merged.grids[study].variants:
+            experiment = merged.cell(study, variant, 0).experiment
+            assert (name_of(experiment), label_of(experiment)) == (variant.name, variant.label)
+    assert merged.grids["claim"] == other.grids["claim"]
 
 
 def test_transfer_may_choose_its_view_size_after_other_studies(tmp_path):

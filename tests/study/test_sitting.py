@@ -195,7 +195,7 @@ def test_a_killed_study_goes_on_where_it_stood(study, tmp_path, read_json):
 # A sitting with processes that only behave like cells.
 
 STAND_IN = """
-import json, os, pathlib, shutil, signal, sys
+import json, os, pathlib, shutil, signal, sys, time
 job = json.load(open(sys.argv[1]))
 behaviour = json.loads(os.environ["BEHAVIOUR"])[job["cell"]]
 run = pathlib.Path(json.loads(job["experiment"])["out"])
@@ -214,13 +214,15 @@ if behaviour in ("do", "taken"):
     shutil.copy(run.parent / (run.name + ".prepared"), job["record"])
     sys.exit(0)
 if behaviour == "meet":  # the other one, which must be there at the same time
+    end = time.monotonic() + 120
     while len(list(run.parent.glob("*/began"))) < 2:
-        pass
+        if time.monotonic() > end:
+            sys.exit("the other one has not begun")
     shutil.copy(run.parent / (run.name + ".prepared"), job["record"])
     sys.exit(0)
 if behaviour == "resist":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-(run / "metrics.jsonl").write_text('{"kind": "train", "epoch": 1.0}\\n')
+(run / "metrics.jsonl").write_text('{"kind": "train", "epoch": 1.0, "step": 3}\\n')
 while True:
     signal.pause()
 """
@@ -425,6 +427,13 @@ def test_the_plan_shows_what_the_command_would_do(planned, write_cell, words_tin
     assert "to do again: its record has other settings (epochs: 2 in the record" in shown
     assert "0 of 1 cells are done" in shown
 
+    run = folder / "runs" / PAIR[0]
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(plan.cells("curves")[0].experiment.edit(epochs=9).to_json())
+    record_path(folder, PAIR[0]).unlink()
+    assert main(words) == 0
+    assert f"{PAIR[0]:<40} refused without --redo: its run has other settings (epochs: 9 in" in capsys.readouterr().out
+
 
 # One cell, in this process.
 
@@ -513,7 +522,8 @@ def test_transfer_takes_the_backbones_of_claim(planned, tmp_path, read_json, mon
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "Popen", lambda command, **options: None)
         process._start(todo[0])
-    assert work_on(str(folder / "runs" / "moco-s0.job.json")) == 0
+    (path,) = folder.glob(f"runs/moco-s0.{os.getpid()}.job.json")
+    assert work_on(str(path)) == 0
     record = read_json(record_path(folder, "moco-s0"))
     assert set(record["evaluations"]) == {"knn", "linear", "svm", "detection", "segmentation"}
     assert record["evaluations"]["knn"] == first["evaluations"]["knn"]
@@ -577,6 +587,123 @@ def test_redo_gives_up_records_and_runs_with_other_settings(planned, write_cell,
     assert "computed again" in capsys.readouterr().out
 
 
+def test_redo_with_other_data_trains_again(planned, read_json, capsys):
+    folder, plan = planned("curves")
+    _, path = next(jobs_of(plan, "curves", folder))
+    assert work_on(str(path)) == 0
+    first = read_json(record_path(folder, PAIR[0]))
+    _, other = planned("curves", folder=folder, data="shapes:60:16")
+    cell = other.cells("curves")[0]
+    with pytest.raises(UserError, match="data, train: 40 in the record, 60 asked for; data, bank"):
+        outstanding([cell], other, Circumstances(folder, folder / "runs"))
+    # Another folder of results may have the same runs.
+    elsewhere = folder.with_name("elsewhere")
+    with pytest.raises(UserError, match=rf"data, train: 40 in .*{PAIR[0]}, 60 asked for"):
+        outstanding([cell], other, Circumstances(elsewhere, folder / "runs"))
+    outstanding([cell], other, Circumstances(folder, folder / "runs", redo=True))
+    assert "is removed" in capsys.readouterr().out
+    _, path = next(jobs_of(other, "curves", folder))
+    assert work_on(str(path)) == 0
+    second = read_json(record_path(folder, PAIR[0]))
+    assert second["data"]["train"] == 60
+    assert second["backbone_sha256"] != first["backbone_sha256"]
+    assert second["seconds"]["sittings"] == 1  # of its own
+
+
+def test_a_run_of_unknown_data_is_given_up_with_its_record(planned):
+    folder, plan = planned("curves")
+    _, path = next(jobs_of(plan, "curves", folder))
+    assert work_on(str(path)) == 0
+    (folder / "runs" / f"{PAIR[0]}.images.json").unlink()  # as runs of earlier versions
+    _, other = planned("curves", folder=folder, data="shapes:60:16")
+    outstanding(other.cells("curves")[:1], other, Circumstances(folder, folder / "runs", redo=True))
+    assert not (folder / "runs" / PAIR[0]).exists()
+
+
+def test_an_evaluation_on_other_data_does_not_count(tmp_path):
+    path = tmp_path / "svm.json"
+    path.write_text('{"backbone": "b", "data": "voc", "settings": {"k": 1}}')
+    assert cells._read_evaluation(path, "b", "voc", {"k": 1})
+    assert cells._read_evaluation(path, "b", "", {"k": 1})
+    assert cells._read_evaluation(path, "b", "other", {"k": 1}) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_redo_removes_nothing_when_it_is_refused(planned, write_cell):
+    folder, plan = planned("curves")
+    write_cell(folder, plan, "curves", "moco", 0, {"knn.top1": 1.0, "linear.top1": 2.0})
+    run = folder / "runs" / "moco-s0"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(plan.cells("curves")[0].experiment.to_json())
+    _, other = planned("curves", folder=folder, epochs=3)
+    with pytest.raises(UserError, match="--device cpu"):
+        outstanding(other.cells("curves"), other, Circumstances(folder, folder / "runs", redo=True, device="cuda"))
+    assert record_path(folder, "moco-s0").exists()
+    assert run.exists()
+
+
+def test_redo_removes_no_run_that_another_sitting_works_on(planned, other_sitting):
+    folder, plan = planned("curves")
+    run = folder / "runs" / PAIR[0]
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(plan.cells("curves")[0].experiment.to_json())
+    other_sitting(PAIR[0], afterwards="never")
+    _, other = planned("curves", folder=folder, epochs=3)
+    with pytest.raises(UserError, match=f"{PAIR[0]} is being worked on by another sitting"):
+        outstanding(other.cells("curves"), other, Circumstances(folder, folder / "runs", redo=True))
+    assert run.exists()
+
+
+def test_a_record_with_numbers_on_voc_needs_voc_where_the_backbone_is_gone(planned, write_cell):
+    folder, plan = planned("curves")
+    write_cell(folder, plan, "curves", "moco", 0, {"svm.mAP_area": 40.0})
+    here = Circumstances(folder, folder / "runs")
+    with pytest.raises(UserError, match=r"moco-s0 has to be trained again: .* by svm, .* give --voc"):
+        outstanding(plan.cells("curves"), plan, here)
+    (folder / "runs" / "moco-s0").mkdir(parents=True)
+    (folder / "runs" / "moco-s0" / "backbone.safetensors").touch()
+    todo, _ = outstanding(plan.cells("curves"), plan, here)
+    assert [cell.name for cell in todo] == PAIR
+
+
+def test_a_record_has_the_command_that_made_it_and_no_other(words_tiny, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(sitting, "sit", lambda *words: told.append(words[-1]) or sitting.Outcome())
+    for seed in ("0", "1"):
+        assert main(["study", "curves", *words_tiny, "--seeds", seed, "--out", str(tmp_path / "results")]) == 0
+    plan = read_plan(tmp_path / "results")
+    assert len(plan.grids["curves"].command.splitlines()) == 2
+    assert "--seeds 0" in told[0]["moco-s0"]
+    assert "--seeds 1" in told[1]["moco-s1"]
+    assert "--seeds 0" not in told[1]["moco-s1"]
+
+
+def test_a_killed_session_ended_with_the_last_line_that_it_logged(tmp_path, read_json):
+    run = tmp_path / "moco-s0"
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    os.utime(run / "metrics.jsonl", (1060, 1060))
+    (tmp_path / "moco-s0.sessions.json").write_text('[{"began": 1000, "ended": null}]')
+    with cells._session(run):
+        pass
+    killed, last = read_json(tmp_path / "moco-s0.sessions.json")
+    assert killed == {"began": 1000, "ended": 1060}
+    assert last["ended"] >= last["began"] > 1060
+
+
+def test_two_sittings_do_not_share_a_job_file(planned, monkeypatch):
+    folder, plan = planned("curves")
+    cell = plan.cells("curves")[0]
+    for number in (11, 12):
+        monkeypatch.setattr(sitting.os, "getpid", lambda number=number: number)
+        here = Circumstances(folder, folder / "runs", device="cpu", workers=number)
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess, "Popen", lambda command, **options: None)
+            sitting._Sitting([cell], 0, plan, here, {cell.name: "co2"}, sitting.Outcome())._start(cell)
+    jobs = [Job.read(folder / "runs" / f"{cell.name}.{number}.job.json") for number in (11, 12)]
+    assert [Experiment.from_json(job.experiment).workers for job in jobs] == [11, 12]
+
+
 def test_two_processes_do_not_work_on_one_cell(planned, other_sitting):
     folder, plan = planned("curves")
     other_sitting(PAIR[0], afterwards="never")
@@ -589,13 +716,44 @@ def test_two_processes_do_not_work_on_one_cell(planned, other_sitting):
 def test_time_left_follows_from_what_is_done(planned, monkeypatch):
     folder, plan = planned("claim", seeds=(0,))
     todo = plan.cells("claim")
-    work = sitting._Sitting(todo, 0, plan, Circumstances(folder, folder / "runs"), {}, sitting.Outcome())
+    work = sitting._Sitting(todo, 0, plan, Circumstances(folder, folder / "runs", jobs=2), {}, sitting.Outcome())
     assert work._time_left() == ""
     work.waiting = todo[1:]  # six cells, of which two cost twice: eight runs
     assert {cell.name for cell in work.waiting if "symmetric" in cell.name}
-    work.cost_done, work.seconds_spent = cost_of(todo[0].experiment), 60.0
-    assert work._time_left() == " About 8 minutes left."
+    work.cost_done, work.seconds_spent = cost_of(todo[0].experiment), 120.0
+    assert work._time_left() == " About 8 minutes left."  # of two at once
+    work.waiting = todo[2:]  # one is half done, in another two minutes: eight runs less half of one, of 160 s each
+    _log(folder / "runs" / todo[1].name, epoch=1.0, step=3)
+    work.running = [sitting._Process(todo[1], None, None, None, 0, 0.0, began=time.monotonic() - 120)]
+    assert work._time_left() == " About 10 minutes left."
     assert duration(7200) == "2.0 hours"
+
+
+def _log(run, epoch, step, checkpoint=None):
+    """What a run has logged last, and its checkpoint."""
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (run / "metrics.jsonl").write_text(f'{{"kind": "train", "epoch": {epoch}, "step": {step}}}\n')
+    if checkpoint is not None:
+        (run / "checkpoints" / f"step-{checkpoint}.pt").touch()
+
+
+def test_a_killed_cell_counts_from_its_checkpoint(planned):
+    """What was logged after it is forgotten, and done again."""
+    folder, plan = planned("curves", seeds=(0,), epochs=40)
+    cell = plan.cells("curves")[0]
+    run = folder / "runs" / cell.name
+    assert sitting._share_kept(run, cell) == 0
+    _log(run, epoch=30.0, step=90)
+    assert sitting._share_kept(run, cell) == 0
+    _log(run, epoch=30.0, step=90, checkpoint=60)
+    assert sitting._share_kept(run, cell) == 0.5
+    work = sitting._Sitting([], 0, plan, Circumstances(folder, folder / "runs"), {}, sitting.Outcome())
+    process = sitting._Process(cell, None, None, None, 0, sitting._share_kept(run, cell), began=time.monotonic() - 60)
+    work.running = [process]
+    _log(run, epoch=20.0, step=60)  # it has begun, and logged nothing yet
+    assert work._time_left() == ""
+    _log(run, epoch=25.0, step=75)
+    assert work._time_left() == " About 3 minutes left."
 
 
 def test_later_epochs_with_larger_views_count_for_more(planned):
@@ -606,7 +764,9 @@ def test_later_epochs_with_larger_views_count_for_more(planned):
     assert sitting._share_done(run, cell) == 0
     shares = {1: 0.1, 2: 0.2, 2.5: 0.4, 3: 0.6, 4: 1.0, 4.2: 1.0}
     for epoch, share in shares.items():
-        (run / "metrics.jsonl").write_text(f'{{"kind": "train", "epoch": {epoch}}}\n{{"kind": "tra')  # being written
+        (run / "metrics.jsonl").write_text(
+            f'{{"kind": "train", "epoch": {epoch}, "step": 9}}\n{{"kind": "tra'
+        )  # being written
         assert sitting._share_done(run, cell) == pytest.approx(share)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from PIL import Image
 from scipy import stats
 
@@ -21,7 +22,7 @@ from co2.study.curves import band
 from co2.study.published import PUBLISHED, published_for
 from co2.study.records import columns, read_record, write_record
 from co2.study.report import gather, report_study, write_page
-from co2.study.tables import LINEAR, compare, csv_text, markdown_text, rows_of, spread
+from co2.study.tables import KNN, KNN_EMBEDDING, LINEAR, compare, csv_text, markdown_text, rows_of, spread
 
 MOCO = {0: 60.0, 1: 62.0, 2: 61.0}
 CO2 = {0: 63.0, 1: 64.0, 2: 65.5}
@@ -149,6 +150,23 @@ def test_records_dropped_in_from_elsewhere_are_picked_up_and_others_left_out(pla
     assert f"{co2}-s2" not in results.missing  # nobody planned it
 
 
+def test_a_record_nobody_planned_is_named_if_it_cannot_be_used(planned, write_cell, read_json):
+    folder, plan = planned("curves", seeds=(0,))
+    co2 = plan.grids["curves"].variants[1].name
+    fill(write_cell, folder, plan, "curves", {"moco": {0: 60.0, 5: 61.0}, co2: {0: 63.0}})
+    settings = read_json(folder / "cells" / "moco-s5.json")["settings"] | {"epochs": 9}
+    write_cell(folder, plan, "curves", "moco", 5, {"linear.top1": 1.0, "knn.top1": 1.0}, settings=settings)
+    (folder / "cells" / f"{co2}-s6.json").write_text('{"settings": 3')
+    results = gather(folder, plan, "curves")
+    assert {name: sorted(by_seed) for name, by_seed in results.records.items()} == {"moco": [0], co2: [0]}
+    assert sorted(results.missing) == sorted(["moco-s5", f"{co2}-s6"])
+    assert results.missing["moco-s5"].startswith("left out: ")
+    assert "epochs: 9 in the record, 2 asked for" in results.missing["moco-s5"]
+    assert results.missing[f"{co2}-s6"].startswith("left out: ")
+    assert f"{co2}-s6.json is damaged" in results.missing[f"{co2}-s6"]
+    assert all(name in markdown_text(results) for name in results.missing)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -181,6 +199,24 @@ def test_records_of_other_data_are_left_out(planned, write_cell):
     results = gather(folder, plan, "curves")
     assert sorted(results.records["moco"]) == [0, 1]
     assert "other data than most (train 50000, bank 50000" in results.missing["moco-s2"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "share", "recorded"),
+    [({}, None, 0.1), ({"validate": True}, 0.1, None), ({"validate": True, "validate_share": 0.3}, 0.3, 0.1)],
+)
+def test_a_record_with_another_share_held_out_is_left_out_and_said_to_be(planned, write_cell, asked, share, recorded):
+    folder, plan = planned("curves", seeds=(0, 1), **asked)
+    co2 = plan.grids["curves"].variants[1].name
+    fill(write_cell, folder, plan, "curves", {"moco": {0: 60.0}, co2: {0: 63.0, 1: 64.0}})
+    other = {"name": "shapes:40:16", "train": 40, "bank": 40, "test": 1000, "classes": 10, "validate": recorded}
+    write_cell(folder, plan, "curves", "moco", 1, {"linear.top1": 1.0, "knn.top1": 1.0}, data=other)
+    results = gather(folder, plan, "curves")
+    assert sorted(results.records["moco"]) == [0]
+    text = markdown_text(results)
+    assert table_of(text)["MoCo"][LINEAR.heading] == "60.00"
+    said = f"share held out for validation: {recorded} in the record, {share} asked for"
+    assert f"- moco-s1: left out: its record has other settings ({said})" in text
 
 
 def test_what_cannot_be_written_is_told_in_a_sentence(planned, capsys):
@@ -302,7 +338,7 @@ def test_columns_round_and_keep_gaps():
     assert columns(rows) == {"step": [1, 2], "x": [1.23457, None], "y": [None, None]}
 
 
-def test_every_study_has_a_figure_and_it_shows_what_the_records_say(planned, write_cell):
+def test_every_study_has_a_figure_and_the_same_records_give_the_same_one(planned, write_cell):
     folder, plan = planned("alpha", "tau", "curves", "claim", seeds=(0, 1))
     for study in ("alpha", "tau", "claim"):
         for place, variant in enumerate(plan.grids[study].variants):
@@ -332,6 +368,40 @@ def test_every_study_has_a_figure_and_it_shows_what_the_records_say(planned, wri
     first = (folder / "alpha.svg").read_bytes()
     report_study(folder, plan, "alpha")
     assert (folder / "alpha.svg").read_bytes() == first  # the same records, the same file
+
+
+def test_curves_are_drawn_at_each_variants_mean_with_a_band_of_its_deviation(planned, write_cell):
+    folder, plan = planned("curves", seeds=(0, 1))
+    ends = np.array([1.0, 2.0, 3.0, 4.0])
+    expected = {}
+    for number, variant in enumerate(plan.grids["curves"].variants):
+        means = {
+            "instance": 5 + number - ends,
+            "consistency": (2 - number) / ends,
+            "top1": (0.1 + 0.05 * number) * ends,
+        }
+        around = {"instance": 0.5 - 0.1 * number, "consistency": 0.2 - 0.05 * number, "top1": 0.03 + 0.01 * number}
+        for seed, side in ((0, -1), (1, 1)):
+            curve = {name: (mean + side * around[name]).tolist() for name, mean in means.items()}
+            numbers = {"knn.top1": 1.0, "linear.top1": 2.0}
+            write_cell(folder, plan, "curves", variant.name, seed, numbers, {"epoch": ends.tolist()} | curve)
+        expected[f"{variant.label}, 2 seeds"] = means, around
+    panels = figures._curves(gather(folder, plan, "curves")).axes
+    measures = {"L_ins": ("instance", 1), "L_con": ("consistency", 1), "instance accuracy (%)": ("top1", 100)}
+    assert [axes.get_ylabel() for axes in panels] == list(measures)
+    for axes in panels:
+        name, factor = measures[axes.get_ylabel()]
+        assert [line.get_label() for line in axes.lines] == list(expected)
+        for line, around_it in zip(axes.lines, axes.collections, strict=True):
+            means, around = expected[line.get_label()]
+            mean, deviation = factor * means[name], factor * around[name] * math.sqrt(2)
+            np.testing.assert_allclose(line.get_xdata(), ends - 0.5)
+            np.testing.assert_allclose(line.get_ydata(), mean)
+            (outline,) = around_it.get_paths()
+            for end, level in zip(ends, mean, strict=True):
+                edges = outline.vertices[outline.vertices[:, 0] == end - 0.5, 1]
+                assert (edges.min(), edges.max()) == pytest.approx((level - deviation, level + deviation))
+            np.testing.assert_allclose(around_it.get_facecolor()[0, :3], to_rgb(line.get_color()))
 
 
 def test_label_smoothing_is_not_drawn_in_the_colour_of_co2(planned, write_cell):
@@ -633,6 +703,47 @@ def test_a_figure_over_a_setting_has_a_panel_for_each_accuracy_on_one_scale(plan
     assert spans == pytest.approx([spans[0]] * 3)
 
 
+def test_every_panel_over_a_setting_has_its_own_means_with_bars_and_the_baseline_a_band(planned, write_cell):
+    folder, plan = planned("alpha", seeds=(0, 1))
+    numbers = np.arange(6)
+    means = {LINEAR: 60.0 + numbers, KNN: 50.0 - numbers, KNN_EMBEDDING: 70.0 + numbers % 3}
+    around = {LINEAR: 0.5 + 0.1 * numbers, KNN: 0.9 - 0.1 * numbers, KNN_EMBEDDING: 0.2 + 0.05 * numbers}
+    baseline, *placed = plan.grids["alpha"].variants
+    assert (baseline.name, len(placed)) == ("moco", 5)
+    for number, variant in enumerate((baseline, *placed)):
+        for seed, side in ((0, -1), (1, 1)):
+            value = {measure: means[measure][number] + side * around[measure][number] for measure in means}
+            curves = {"train": log(0, 0.5), "epoch": {"knn_embedding_top1": [value[KNN_EMBEDDING] / 100]}}
+            accuracies = {measure.name: value[measure] for measure in (LINEAR, KNN)}
+            write_cell(folder, plan, "alpha", variant.name, seed, accuracies, curves=curves)
+    panels = figures._over_setting(gather(folder, plan, "alpha")).axes
+    for axes, measure in zip(panels, means, strict=True):
+        assert axes.get_ylabel() == measure.heading
+        mean, deviation = means[measure], math.sqrt(2) * around[measure]
+        (container,) = axes.containers
+        curve, _caps, (bars,) = container
+        np.testing.assert_allclose(np.asarray(curve.get_xdata(), dtype=float), [variant.place for variant in placed])
+        np.testing.assert_allclose(np.asarray(curve.get_ydata(), dtype=float), mean[1:])
+        ends = np.array([[low, high] for (_, low), (_, high) in bars.get_segments()])
+        np.testing.assert_allclose(ends, np.stack([mean - deviation, mean + deviation], axis=1)[1:])
+        (level,) = [line for line in axes.lines if line.get_label() == baseline.label]
+        np.testing.assert_allclose(level.get_ydata(), mean[0])
+        (around_it,) = axes.patches
+        assert (around_it.get_y(), around_it.get_height()) == pytest.approx((mean[0] - deviation[0], 2 * deviation[0]))
+
+
+def test_a_figure_over_a_setting_has_no_panel_for_what_nobody_measured(planned, write_cell):
+    folder, plan = planned("alpha", seeds=(0,))
+    for place, variant in enumerate(plan.grids["alpha"].variants):
+        write_cell(folder, plan, "alpha", variant.name, 0, {"linear.top1": 60.0 + place})
+    (axes,) = figures._over_setting(gather(folder, plan, "alpha")).axes
+    assert axes.get_ylabel() == LINEAR.heading
+    (curve,) = [container[0] for container in axes.containers]
+    assert list(curve.get_ydata()) == [61, 62, 63, 64, 65]
+    report_study(folder, plan, "alpha")
+    assert (folder / "alpha.png").is_file()
+
+
 def test_both_settings_together_are_a_line_for_each_tau(planned, write_cell):
     folder, plan = planned("alpha-tau", seeds=(0,))
     variants = plan.grids["alpha-tau"].variants
@@ -676,6 +787,26 @@ def test_a_figure_has_rows_for_what_was_measured_alone(planned, write_cell):
     linear = next(axes for axes in panels if axes.get_xlabel() == "linear top-1 (%)")
     dots = {float(x): float(y) for line in linear.lines for x, y in zip(*line.get_data(), strict=True)}
     assert dots == {30.0: 0.0, 40.0: 1.0}
+
+
+def test_a_row_of_a_figure_has_a_dot_for_each_seed_and_their_mean_with_a_bar(planned, write_cell):
+    folder, plan = planned("claim", seeds=(0, 1))
+    for number, variant in enumerate(plan.grids["claim"].variants[:2]):
+        for seed in (0, 1):
+            accuracies = {"knn.top1": 50.0 + number + 3 * seed, "linear.top1": 60.0 + 2 * number + (1 + number) * seed}
+            write_cell(folder, plan, "claim", variant.name, seed, accuracies)
+    expected = {"kNN top-1 (%)": [(50.0, 53.0), (51.0, 54.0)], LINEAR.heading: [(60.0, 61.0), (62.0, 64.0)]}
+    panels = {axes.get_xlabel(): axes for axes in figures._dots(gather(folder, plan, "claim")).axes if axes.lines}
+    assert list(panels) == list(expected)
+    for heading, axes in panels.items():
+        for row, (low, high) in enumerate(expected[heading]):
+            dots = [tuple(line.get_xdata()) for line in axes.lines if list(line.get_ydata()) == [row, row]]
+            assert dots == [(low, high)]
+            mean, _caps, (bar,) = axes.containers[row]
+            assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([(low + high) / 2], [row])
+            ((left, right),) = bar.get_segments()
+            deviation = (high - low) / math.sqrt(2)
+            assert (left[0], right[0]) == pytest.approx(((low + high) / 2 - deviation, (low + high) / 2 + deviation))
 
 
 def test_a_point_is_as_long_in_every_panel_of_a_figure(planned, write_cell):
