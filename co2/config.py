@@ -172,8 +172,22 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     if isinstance(value, list):  # JSON has no tuples
         value = tuple(value)
     if not _fits(hint, value):
-        raise UserError(f"The configuration does not describe an experiment: {name} cannot be {_shown(value)}.")
+        raise UserError(f"{name} cannot be {_shown(value)}: it has to be {_wanted(hint)}.")
     return value
+
+
+def _wanted(hint: Any) -> str:
+    """What can stand where a field is declared as `hint`, in words."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return f"one of {', '.join(inner)}"
+    if kind in (Union, UnionType):
+        return " or ".join(map(_wanted, inner))
+    if kind is tuple:
+        count = "" if inner[-1] is ... else f" of {len(inner)}"
+        return f"a list{count}, each {_wanted(inner[0])}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return words[hint]
 
 
 def _fits(hint: Any, value: Any) -> bool:

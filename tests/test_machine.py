@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,7 +8,7 @@ import torch
 from torchvision.io import decode_jpeg, encode_jpeg
 
 import co2
-from co2.machine import choose_device, choose_workers, commit, stream_of_its_own
+from co2.machine import choose_device, choose_workers, commit, stop_requests, stream_of_its_own
 
 
 @pytest.mark.parametrize(("name", "message"), [("tpu9", "no device"), ("meta", "not supported")])
@@ -42,6 +43,17 @@ def test_a_gpu_that_is_named_by_its_number_is_the_current_one_from_then_on(monke
     with pytest.raises(co2.UserError, match="There is no cuda:2"):
         choose_device("cuda:2")
     assert made_current == chosen
+
+
+def test_ctrl_c_is_acknowledged_once_and_ends_the_program_the_second_time(capfd):
+    with pytest.raises(KeyboardInterrupt), stop_requests() as requested:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (requested, capfd.readouterr().err) == ([signal.SIGTERM], "")
+        requested.clear()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert requested == [signal.SIGINT]
+        assert "Ctrl-C again ends it at once" in capfd.readouterr().err
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_workers_as_asked_or_as_the_machine_has():

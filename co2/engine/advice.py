@@ -27,16 +27,15 @@ class Advisor:
         """What a logging interval's averages show."""
         advice = []
         negatives = self.experiment.negatives
-        if negatives.source == "queue":
-            keys_per_step = self.experiment.batch_size * (2 if negatives.symmetric else 1)
-            full_at = -(-negatives.size // keys_per_step)
-            if step <= full_at and values["loss"] > self._lowest_loss:
-                advice += self._once(
-                    "queue fills",
-                    f"The loss is rising. That is expected: the queue starts with random vectors, which are easy to "
-                    f"tell apart, and real keys replace them until step {full_at:,}. It falls again after that.",
-                )
-        if values["top1"] >= PERFECT and negatives.size >= 256:
+        keys_per_step = self.experiment.batch_size * (2 if negatives.symmetric else 1)
+        full_at = -(-negatives.size // keys_per_step) if negatives.source == "queue" else 0
+        if step <= full_at and values["loss"] > self._lowest_loss:
+            advice += self._once(
+                "queue fills",
+                f"The loss is rising. That is expected: the queue starts with random vectors, which are easy to "
+                f"tell apart, and real keys replace them until step {full_at:,}. It falls again after that.",
+            )
+        if step > full_at and values["top1"] >= PERFECT and negatives.size >= 256:
             advice += self._once("leak", self._about_perfect_accuracy())
         self._lowest_loss = min(self._lowest_loss, values["loss"])
         return advice

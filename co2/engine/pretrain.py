@@ -54,10 +54,11 @@ BAD_SHARE = 0.1  # a data set with more unreadable images than this is not what 
 
 
 class Stopped(Exception):  # noqa: N818 - it is what the user asked for, not an error
-    """The run was asked to stop, by Ctrl-C or by the system, and has written a checkpoint."""
+    """The run was asked to stop, by Ctrl-C or by the system, and has written a checkpoint, if it has made a step."""
 
     def __init__(self, run: Path, step: int, signal_number: int) -> None:
-        super().__init__(f"Stopped after step {step:,}. Everything is in {run}; go on with --resume.")
+        reached = f"after step {step:,}" if step else "before the first step"
+        super().__init__(f"Stopped {reached}. Everything is in {run}; go on with --resume.")
         self.signal_number = signal_number
 
 
@@ -234,6 +235,7 @@ class Run:
                 epochs_done, within = divmod(self.trainer.step, self.steps_per_epoch)
                 if not within and self._to_be_measured(epochs_done) and not self.processes.first(self._is_measured):
                     self._measure(epochs_done)
+                    self._stop_if(requested)  # all that there is to keep was there before
                 while self.trainer.step < self.trainer.steps:
                     self._epoch(self.trainer.step // self.steps_per_epoch, requested)
             self.processes.first(self._finish)
@@ -270,11 +272,22 @@ class Run:
             if save:
                 self.processes.first(self._save)
                 self._saved_at = time.monotonic()
-            if epoch_done:  # after saving: measuring takes long, and needs images that may not be there any more
+            if epoch_done and not stop:  # after saving: it takes long, and needs images that may not be there any more
                 self._measure(number + 1)
+                if save:
+                    self._stop_if(stop_requested)
             if stop:
-                self.processes.first(self.checkpoints.finish)
-                raise Stopped(self.folder, step, stop)
+                self._stop(stop)
+
+    def _stop_if(self, requested: list[int]) -> None:
+        """Stop here, if any of the processes was told to."""
+        (stop,) = self.processes.largest(requested[0] if requested else 0)
+        if stop:
+            self._stop(stop)
+
+    def _stop(self, signal_number: int) -> None:
+        self.processes.first(self.checkpoints.finish)
+        raise Stopped(self.folder, self.trainer.step, signal_number)
 
     def _save(self) -> None:
         self._refuse_ruins()
@@ -437,9 +450,10 @@ class Run:
             name = torch.cuda.get_device_name(device)
         if self.processes.count > 1:
             name = f"{self.processes.count} processes with {name} each"
+        length = f"{experiment.epochs} epoch{'s' if experiment.epochs > 1 else ''} of {self.steps_per_epoch:,} steps"
         self.display.say(
-            f"{experiment.recipe}: {splits.description}; {experiment.encoder.backbone}, {experiment.epochs} epochs of "
-            f"{self.steps_per_epoch:,} steps, batch {experiment.batch_size}, on {name}. Writing to {self.folder}."
+            f"{experiment.recipe}: {splits.description}; {experiment.encoder.backbone}, {length}, "
+            f"batch {experiment.batch_size}, on {name}. Writing to {self.folder}."
         )
         self.display.say(self.input)
         if experiment.views.earlier_sizes:

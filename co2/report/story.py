@@ -62,6 +62,8 @@ def percent(share: float) -> str:
 
 def headline(runs: Sequence[RunRecord], untrained: Untrained | None) -> str:
     """The outcome in a sentence."""
+    if "data" in differing_settings(runs):
+        return f"{len(runs)} runs side by side, on different data."
     pair = pair_of(runs)
     accuracies = {run.name: run.latest("knn_top1") for run in runs}
     known = {name: accuracy for name, accuracy in accuracies.items() if accuracy is not None}
@@ -186,7 +188,7 @@ def _headline_of_one(run: RunRecord, accuracy: float | None, origin: str) -> str
     top1, rank = run.final("top1"), run.latest("effective_rank")
     parts = [] if top1 is None else [f"queries pick out their own picture in {percent(top1)} of cases"]
     parts += [] if rank is None else [f"the effective rank of the features is {rank:.1f}"]
-    return f"{run.name}: " + "; ".join(parts or [f"{run.epochs_done:.3g} epochs trained"]) + "."
+    return f"{run.name}: " + "; ".join(parts or [f"epoch {run.epochs_done:.3g}"]) + "."
 
 
 def _points(before: float, after: float, where: str = "") -> str:

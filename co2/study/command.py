@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from co2 import recipes
-from co2.errors import UserError
+from co2.errors import UserError, did_you_mean
 from co2.evaluation.presets import Preset
 from co2.study import grids
 from co2.study.grids import STUDIES, Wanted, cost_of, pixels_of, study_called
@@ -356,7 +356,10 @@ def _chosen(plan: Plan, names: Sequence[str], only: Sequence[str]) -> list[str]:
     known = list(dict.fromkeys(variant.name for name in names for variant in plan.grids[name].variants))
     for name in only:
         if name not in known:
-            raise UserError(f"There is no variant '{name}' in {' and '.join(names)}. There are {', '.join(known)}.")
+            raise UserError(
+                f"There is no variant '{name}' in {' and '.join(names)}.{did_you_mean(name, known)} "
+                f"There are {', '.join(known)}."
+            )
     return list(only) or known
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from co2.errors import UserError
 
@@ -55,6 +56,12 @@ class Augmentation:
                         f"A view of {size} pixels is too small or too large: give views.{name} from {VIEW_SIZES[0]} to "
                         f"{VIEW_SIZES[-1]}."
                     )
+        for earlier, later in pairwise((*self.earlier_sizes, self.size)):
+            if earlier > later:
+                raise UserError(
+                    f"Views grow: views.earlier_sizes cannot have {earlier} before {later} pixels. Give them from small "
+                    f"to large, none above views.size, {self.size}."
+                )
         for name in ("crop_scale", "crop_ratio", "jitter", "blur_sigma", "mean", "std"):
             if not all(map(math.isfinite, getattr(self, name))):
                 raise UserError(f"views.{name} must be finite numbers; got {getattr(self, name)}.")

@@ -42,6 +42,11 @@ def test_perfect_accuracy_with_shuffled_keys_points_elsewhere():
     assert "--negatives.momentum" in text
 
 
+@pytest.mark.parametrize("step", [1, 8])
+def test_perfect_accuracy_among_random_vectors_is_nothing_to_worry_about(step):
+    assert advisor().after_interval(step, {"loss": 0.1, "top1": 1.0}) == []  # the queue is full after step 8
+
+
 def test_collapse_is_told_and_health_is_not():
     ours = advisor()
     healthy = {"mean_norm": 0.2, "effective_rank": 40.0, "uniformity": -2.5}

@@ -149,6 +149,43 @@ def test_a_run_stopped_and_resumed_ends_with_identical_weights(tiny, rows, tmp_p
     assert all(torch.equal(backbones[0][name], backbones[1][name]) for name in backbones[0])
 
 
+@pytest.mark.parametrize("epochs_before", [0, 1])
+def test_a_run_told_to_stop_while_it_measures_makes_no_further_step(tiny, rows, tmp_path, monkeypatch, epochs_before):
+    """With every epoch saved: where that is not so, there is a step more to save."""
+    from co2.engine import monitor
+
+    often = {"monitoring": {"evaluate_every": 1, "checkpoint_seconds": 0.0}}
+    undisturbed = pretrain(tiny(epochs=2, **often), out=tmp_path / "undisturbed")
+    original, measured = monitor.Monitor.measure, []
+
+    def measure(self, encoder):
+        measured.append(True)
+        if len(measured) == epochs_before + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, encoder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(monitor.Monitor, "measure", measure)
+        with pytest.raises(co2.engine.pretrain.Stopped) as stop:
+            pretrain(tiny(epochs=2, **often), out=tmp_path / "stopped")
+    assert stop.value.signal_number == signal.SIGTERM
+    steps = 3 * epochs_before
+    assert (f"after step {steps}" if steps else "before the first step") in str(stop.value)
+    assert [row["step"] for row in rows(tmp_path / "stopped", "epoch")] == [0, 3][: epochs_before + 1]
+    resumed = pretrain(tiny(epochs=2, resume=True, **often), out=tmp_path / "stopped")
+    assert_same_weights(undisturbed, resumed)
+    assert [row["step"] for row in rows(resumed, "epoch")] == [0, 3, 6]
+
+
+def test_a_run_told_to_stop_at_the_end_of_an_epoch_leaves_the_measurement_to_the_next(
+    tiny, rows, tmp_path, monkeypatch
+):
+    StopAfter(monkeypatch, 3)
+    with pytest.raises(co2.engine.pretrain.Stopped):
+        pretrain(tiny(monitoring={"evaluate_every": 1}), out=tmp_path / "stopped")
+    assert [row["step"] for row in rows(tmp_path / "stopped", "epoch")] == [0]
+
+
 def test_views_that_grow_during_a_run_that_is_stopped_and_resumed(tiny, tmp_path, monkeypatch, capsys):
     from co2.engine import trainer
 

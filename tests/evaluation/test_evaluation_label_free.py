@@ -98,7 +98,7 @@ def test_over_the_checkpoints_of_a_run(pretrained_run, tmp_path, shapes):
 
 def test_bad_input_is_told_plainly(pretrained, pretrained_run, tmp_path, shapes):
     shapes = shapes(200)
-    with pytest.raises(co2.UserError, match="takes 3"):
+    with pytest.raises(co2.UserError, match="0 of the 3 checkpoints"):
         evaluate_checkpoints(tmp_path, SMALL, on(shapes))
     few = dataclasses.replace(shapes, train=shapes.train.subset([0, 1]))
     with pytest.raises(co2.UserError, match="only 2"):

@@ -86,10 +86,13 @@ def test_folders_that_are_no_runs(tmp_path: Path, make_run) -> None:
     (run / METRICS).unlink()
     with pytest.raises(UserError, match="not written any measurements yet"):
         read_run(run)
-    for config in ("not json", "[1, 2]", '{"epochs": "many"}'):
+    for config in ("not json", "[1, 2]"):
         (run / CONFIG).write_text(config)
         with pytest.raises(UserError, match="does not describe an experiment"):
             read_run(run)
+    (run / CONFIG).write_text('{"epochs": "many"}')
+    with pytest.raises(UserError, match="epochs cannot be many: it has to be a whole number"):
+        read_run(run)
     (run / CONFIG).write_text('{"flavour": 3}')
     with pytest.raises(UserError, match="flavour"):
         read_run(run)

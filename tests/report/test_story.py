@@ -65,6 +65,14 @@ def test_headline_without_labels(make_run) -> None:
     assert headline(runs[:1], None).startswith("moco: queries pick out their own picture in ")
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_headline_does_not_rank_runs_on_different_data(pair, make_run, count) -> None:
+    other = read_run(make_run("other", knn=0.9))
+    other = dataclasses.replace(other, experiment=other.experiment.edit(data="digits"))
+    runs = [*pair, other][-count:]
+    assert headline(runs, None) == f"{count} runs side by side, on different data."
+
+
 def test_headline_of_one_and_of_three(pair, make_run) -> None:
     assert headline(pair[:1], Untrained(0.28)) == "MoCo + CO2: kNN accuracy went from 28.0% untrained to 62.4%."
     third = read_run(make_run("third", knn=0.4))

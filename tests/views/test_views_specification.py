@@ -64,6 +64,8 @@ def test_blur_looks_no_further_than_the_view():
         {"size": 100_000},
         {"earlier_sizes": (16, 2)},
         {"earlier_sizes": (100_000,)},
+        {"earlier_sizes": (256,)},  # before 224
+        {"earlier_sizes": (128, 64)},
         {"crop_scale": (0.5, 0.2)},
         {"crop_scale": (0.0, 1.0)},
         {"crop_scale": (0.2, 1.5)},
