@@ -221,8 +221,8 @@ def evaluate_checkpoints(
     found = checkpoints(Path(run).expanduser())
     if len(found) < _FEWEST_CHECKPOINTS:
         raise UserError(
-            f"{run} has {len(found)} of the {_FEWEST_CHECKPOINTS} checkpoints that it takes to speak of a correlation. Give a "
-            "run folder that has kept more of them: `co2 pretrain` does with --monitoring.keep-every 1."
+            f"{run} has {len(found)} of the {_FEWEST_CHECKPOINTS} checkpoints that it takes to speak of a correlation. "
+            "Give a run folder that has kept more of them: `co2 pretrain` does with --monitoring.keep-every 1."
         )
     material = _material("label-free", circumstances)
     assert isinstance(material, DataSplits)
