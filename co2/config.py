@@ -126,7 +126,12 @@ def _edited(settings: Any, changes: Mapping[str, Any], group: str = "") -> Any:
         name: _edited(getattr(settings, name), value, f"{name}.") if isinstance(value, dict) else value
         for name, value in changes.items()
     }
-    return dataclasses.replace(settings, **values)
+    return dataclasses.replace(settings, **{name: _as_settings_are(value) for name, value in values.items()})
+
+
+def _as_settings_are(value: Any) -> Any:
+    """Lists are tuples in settings, and not equal to them."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def differences(ours: Experiment, theirs: Experiment) -> list[str]:
@@ -169,8 +174,7 @@ def _from_plain(kind: Any, plain: Any, group: str = "") -> Any:
 def _value(hint: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _from_plain(hint, value, name + ".")
-    if isinstance(value, list):  # JSON has no tuples
-        value = tuple(value)
+    value = _as_settings_are(value)  # JSON has no tuples
     if not _fits(hint, value):
         raise UserError(f"{name} cannot be {_shown(value)}: it has to be {_wanted(hint)}.")
     return value

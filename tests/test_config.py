@@ -4,7 +4,7 @@ import pytest
 
 import co2
 from co2 import recipes
-from co2.config import differences
+from co2.config import Experiment, differences
 
 
 def test_the_learning_rate_follows_the_batch_size_unless_it_is_set():
@@ -51,6 +51,13 @@ def test_edit_refuses_a_setting_that_does_not_exist():
         ({"optimisation": {"step_factor": float("nan")}}, "step_factor"),
         ({"optimisation": {"milestones": (120.0, 160.0)}}, "0.6 for epoch 120"),
         ({"monitoring": {"log_every": 0}}, "log_every"),
+        ({"monitoring": {"health_images": 1}}, "health_images must be at least 2"),
+        ({"monitoring": {"bank_images": 1}}, "bank_images must be at least 2"),
+        ({"monitoring": {"checkpoint_minutes": float("inf")}}, "checkpoint_minutes must be a number"),
+        ({"monitoring": {"checkpoint_seconds": float("nan")}}, "checkpoint_seconds must be a number"),
+        ({"execution": {"resident_gib": float("inf")}}, "resident_gib must be a number"),
+        ({"objective": {"alpha": float("inf")}}, "alpha must be a number"),
+        ({"objective": {"tau_instance": float("inf")}}, "tau_instance is a temperature and must be a number"),
         ({"monitoring": {"keep_every": -1}}, "keep_every"),
         ({"views": {"size": 2}}, "too small"),
         ({"epochs": 2, "views": {"earlier_sizes": (96, 160)}}, "2 epochs has no room for 3 sizes"),
@@ -67,6 +74,31 @@ def test_settings_that_make_no_sense_are_refused_with_a_reason(changes, message)
 
 def test_one_group_is_fine_where_no_keys_are_shuffled():
     recipes.moco_v2().edit(encoder={"groups": 1, "shuffle_keys": False})
+
+
+def test_lists_become_the_tuples_that_settings_are():
+    listed = recipes.moco_v1().edit(views={"earlier_sizes": [96, 160]}, optimisation={"milestones": [0.5]})
+    assert differences(listed, Experiment.from_json(listed.to_json())) == []
+    assert (listed.views.earlier_sizes, listed.optimisation.milestones) == ((96, 160), (0.5,))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "wanted"),
+    [
+        ("epochs", "many", "epochs cannot be many: it has to be a whole number"),
+        ("objective", {"alpha": "abc"}, "objective.alpha cannot be abc: it has to be a number"),
+        ("negatives", {"symmetric": 1}, "negatives.symmetric cannot be 1: it has to be true or false"),
+        ("negatives", {"source": "cue"}, "negatives.source cannot be cue: it has to be one of queue, in-batch"),
+        ("views", {"crop_scale": [1]}, "views.crop_scale cannot be .*: it has to be a list of 2, each a number"),
+        ("views", {"earlier_sizes": ["x"]}, "earlier_sizes cannot be .*: it has to be a list, each a whole number"),
+        ("optimisation", {"learning_rate": "x"}, "learning_rate cannot be x: it has to be a number or null"),
+    ],
+)
+def test_what_a_setting_has_to_be_is_said(setting, value, wanted):
+    plain = json.loads(recipes.moco_v2().to_json())
+    plain[setting] = {**plain[setting], **value} if isinstance(value, dict) else value
+    with pytest.raises(co2.UserError, match=wanted):
+        Experiment.from_json(json.dumps(plain))
 
 
 def test_differences_name_settings_and_leave_circumstances_aside():

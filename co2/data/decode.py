@@ -189,7 +189,10 @@ def _rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I") or image.mode == "F":
-        return Image.fromarray(_eight_bits(image)).convert("RGB")
+        grey = _eight_bits(image)  # [H, W]
+        if isinstance(image.info.get("transparency"), int):  # the one value that is see-through, over white
+            grey[np.asarray(image) == image.info["transparency"]] = 255
+        return Image.fromarray(grey).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         layer = image if image.mode == "RGBA" else image.convert("RGBA")
         white = Image.new("RGB", layer.size, (255, 255, 255))

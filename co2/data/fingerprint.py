@@ -15,8 +15,9 @@ def fingerprint_of_names(images: ImageSource) -> int:
 
     Names count below the folder that the images have in common, so that it may be moved or written in another way.
     """
-    first, last = images.describe(0), images.describe(len(images) - 1)
-    shared = os.path.commonprefix([first, last])  # noqa: RUF071 - of names, which need not be paths
+    # The first and the last in the order of letters have in common what all have; a list need not be in that order.
+    extremes = [choose(map(images.describe, range(len(images)))) for choose in (min, max)]
+    shared = os.path.commonprefix(extremes)  # noqa: RUF071 - of names, which need not be paths
     root = shared.removesuffix(re.split(r"/|: ", shared)[-1])  # packs and shards have a colon before a name
     digest = hashlib.blake2b(digest_size=8)
     for line in _lines(images, root):

@@ -216,7 +216,7 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
 
 
 def _by_number_then_name(word: str) -> tuple[int, int, str]:
-    return (0, int(word), "") if word.isdecimal() else (1, 0, word)
+    return (0, int(word), word) if word.isdecimal() else (1, 0, word)
 
 
 def _no_images(folder: str, others: Counter[str]) -> str:

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from PIL import Image
+
+from co2.data.decode import EXTENSIONS
 from co2.data.destination import claimed, write_json
 from co2.data.fingerprint import fingerprint
 from co2.data.open import open_splits
@@ -178,10 +181,22 @@ class _SplitWriter:
             except BadImage as error:
                 self.left_out.append((self.source.describe(index), str(error)))
                 continue
-            members = [(f"{index:09d}{_ANOTHER_NAME.get(extension, extension)}", data)]
+            members = [(f"{index:09d}{_known_extension(data, extension)}", data)]
             if self.source.labels is not None:
                 members.append((f"{index:09d}.cls", str(int(self.source.labels[index])).encode()))
             yield index, members
+
+
+def _known_extension(data: bytes, extension: str) -> str:
+    """One by which a member of an archive is known to be an image: a list may name files that have another, or none."""
+    if extension in EXTENSIONS:
+        return _ANOTHER_NAME.get(extension, extension)
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            found = f".{(image.format or '').lower()}"
+    except Exception:  # no image, for whatever reason: who reads it will say so
+        found = ""
+    return _ANOTHER_NAME.get(found, found) if found in EXTENSIONS else ".jpg"
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:

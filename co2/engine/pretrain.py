@@ -45,6 +45,7 @@ from co2.engine.trainer import MEASURED, Trainer, check_step
 from co2.errors import RunError, UserError
 from co2.files import write_atomically
 from co2.machine import choose_device, choose_workers, ran_out_of_memory, stop_requests, stream_of_its_own
+from co2.objective.contrast import why_not_fused
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch
 
@@ -83,6 +84,7 @@ def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str
         names = processes.joined([fingerprint_of_names(splits.train)])  # for each process
         processes.first(lambda: check_names(experiment, names))
         processes.first(lambda: _check_step_of_new_run(experiment, device, run))
+        processes.first(lambda: _check_objective(experiment, device))
         before = {path for path in _written_by_start(run) if os.path.exists(path)}
         processes.first(lambda: claimed.enter_context(claim_folder(run, experiment)))
         display = choose_display(experiment.epochs) if processes.is_first else Quiet()
@@ -148,6 +150,16 @@ def _check_step_of_new_run(experiment: Experiment, device: torch.device, run: Pa
     """A run that goes on somewhere else has had its reasons, and only says how it is done now."""
     if not (experiment.resume and checkpoints(run)):
         check_step(experiment.execution.step, device)
+
+
+def _check_objective(experiment: Experiment, device: torch.device) -> None:
+    """Whether the objective can be computed in the way that was asked for."""
+    if experiment.objective.backend == "fused":
+        why_not = why_not_fused(torch.empty(1, experiment.encoder.dimension, device=device))
+        if why_not is not None:
+            raise UserError(
+                f"--objective.backend fused cannot run here: {why_not}. Use --objective.backend auto, or reference."
+            )
 
 
 def _written_by_start(run: Path) -> list[Path]:

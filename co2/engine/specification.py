@@ -72,8 +72,8 @@ class ExecutionSpecification:
     """GPU memory for resident images; by default a quarter of what is free."""
 
     def __post_init__(self) -> None:
-        if self.resident_gib is not None and not self.resident_gib >= 0:
-            raise UserError(f"execution.resident_gib must not be negative; got {self.resident_gib}.")
+        if self.resident_gib is not None and not 0 <= self.resident_gib < math.inf:
+            raise UserError(f"execution.resident_gib must be a number, 0 or more; got {self.resident_gib}.")
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,15 @@ class MonitoringSpecification:
     """Epochs between checkpoints that are kept for good, beside the last three; 0 keeps none."""
 
     def __post_init__(self) -> None:
-        for name in ("log_every", "evaluate_every", "health_images", "bank_images", "query_images"):
-            if getattr(self, name) < 1:
-                raise UserError(f"monitoring.{name} must be at least 1; got {getattr(self, name)}.")
+        fewest = {"log_every": 1, "evaluate_every": 1, "health_images": 2, "bank_images": 2, "query_images": 1}
+        for name, least in fewest.items():
+            if getattr(self, name) < least:
+                raise UserError(f"monitoring.{name} must be at least {least}; got {getattr(self, name)}.")
+        for name in ("checkpoint_minutes", "checkpoint_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(
+                    f"monitoring.{name} must be a number, 0 or more, a large one for hardly ever; got "
+                    f"{getattr(self, name)}."
+                )
         if self.keep_every < 0:
             raise UserError(f"monitoring.keep_every must be 0 or more; got {self.keep_every}.")

@@ -76,15 +76,19 @@ def contrast(
     return Contrast(*reference(*arguments))
 
 
-def _takes_fused(query: Tensor, backend: Backend) -> bool:
-    if backend == "reference" or (backend == "auto" and query.device.type != "cuda"):
-        return False
+def why_not_fused(query: Tensor) -> str | None:
+    """What keeps the fused kernel from taking such queries, or None."""
     try:
         from co2.objective.fused import obstacle
     except ImportError as error:
-        why_not: str | None = f"Triton cannot be imported ({error})"
-    else:
-        why_not = obstacle(query)
+        return f"Triton cannot be imported ({error})"
+    return obstacle(query)
+
+
+def _takes_fused(query: Tensor, backend: Backend) -> bool:
+    if backend == "reference" or (backend == "auto" and query.device.type != "cuda"):
+        return False
+    why_not = why_not_fused(query)
     if why_not is None:
         return True
     if backend == "fused":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,13 +34,15 @@ class ObjectiveSpecification:
     """Which implementation computes it: the plain one, the fused kernel, or whichever fits the device."""
 
     def __post_init__(self) -> None:
-        if not self.alpha >= 0:
-            raise UserError(f"objective.alpha must be 0 or more; got {self.alpha}.")
+        if not 0 <= self.alpha < math.inf:
+            raise UserError(f"objective.alpha must be a number, 0 or more; got {self.alpha}.")
         if not 0 <= self.ramp_up <= 1:
             raise UserError(f"objective.ramp_up is a share of the run, between 0 and 1; got {self.ramp_up}.")
         for name in ("tau_instance", "tau_consistency"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"objective.{name} is a temperature and must be above 0; got {getattr(self, name)}.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(
+                    f"objective.{name} is a temperature and must be a number above 0; got {getattr(self, name)}."
+                )
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"objective.label_smoothing must be in [0, 1); got {self.label_smoothing}.")
 

@@ -59,8 +59,8 @@ class Augmentation:
         for earlier, later in pairwise((*self.earlier_sizes, self.size)):
             if earlier > later:
                 raise UserError(
-                    f"Views grow: views.earlier_sizes cannot have {earlier} before {later} pixels. Give them from small "
-                    f"to large, none above views.size, {self.size}."
+                    f"Views grow: views.earlier_sizes cannot have {earlier} before {later} pixels. Give them from "
+                    f"small to large, none above views.size, {self.size}."
                 )
         for name in ("crop_scale", "crop_ratio", "jitter", "blur_sigma", "mean", "std"):
             if not all(map(math.isfinite, getattr(self, name))):

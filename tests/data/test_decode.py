@@ -146,6 +146,12 @@ def test_sixteen_bit_grey_with_transparency() -> None:
     assert largest_error(pixels(_png(4, 16, grey_alpha)), np.array([[[100] * 3, [255] * 3]])) == 0
 
 
+def test_the_see_through_value_of_sixteen_bit_grey_is_laid_over_white() -> None:
+    grey = Image.fromarray(np.array([[25700, 500]], dtype=np.uint16))
+    got = pixels(saved(grey, "PNG", transparency=500))
+    assert largest_error(got, np.array([[[100] * 3, [255] * 3]])) == 0
+
+
 def _png(colour_type: int, bits: int, samples: np.ndarray) -> bytes:
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))

@@ -195,6 +195,12 @@ def test_a_label_that_is_missing_is_found(tmp_path: Path) -> None:
         list_source(str(tmp_path / "list.txt"))
 
 
+def test_labels_that_are_the_same_number_are_in_the_order_of_letters(tmp_path: Path) -> None:
+    words = ["1", "01", "001", "0001"]  # as a set, in an order of its own in every process
+    (tmp_path / "list.txt").write_text("".join(f"{word}.png\t{word}\n" for word in words))
+    assert list_source(str(tmp_path / "list.txt")).classes == ("0001", "001", "01", "1")
+
+
 def test_an_empty_list_and_one_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("# nothing yet\n\n")
     with pytest.raises(UserError, match="names no images"):

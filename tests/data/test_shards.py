@@ -211,6 +211,23 @@ def test_every_way_to_name_shards(shards: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(open_data("train-000000.tar").train) == 12
 
 
+def test_shards_hold_what_a_list_names_whatever_its_files_are_called(tmp_path: Path) -> None:
+    for number, name in enumerate(("a.png", "b", "c.dat", "d.JPG", "e.jpeg2", "f")):
+        kind = "JPEG" if name in ("d.JPG", "e.jpeg2") else "PNG"
+        Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(tmp_path / name, format=kind)
+    (tmp_path / "f").write_bytes(b"no image")
+    (tmp_path / "list.txt").write_text("a.png\nb\nc.dat\nd.JPG\ne.jpeg2\nf\n")
+    source = open_data(str(tmp_path / "list.txt")).train
+    for _ in range(2):  # the second time there is nothing left to do
+        assert write_shards(tmp_path / "list.txt", tmp_path / "out").images == 6
+        held = open_data(str(tmp_path / "out")).train
+        assert len(held) == 6
+    assert [held.describe(index)[-4:] for index in range(6)] == [".png", ".png", ".png", ".jpg", ".jpg", ".jpg"]
+    for index in range(5):
+        assert held.encoded(index)[0] == source.encoded(index)[0]
+        assert torch.equal(held.image(index), source.image(index))
+
+
 def test_shards_hold_what_the_folder_held(shards: Path) -> None:
     folder = open_data(str(shards.parent / "pictures")).train
     for data in (open_data(str(shards)), open_data(f"file://{shards}")):

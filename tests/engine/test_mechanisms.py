@@ -119,6 +119,16 @@ def test_a_memory_bank_needs_one_view_and_follows_it(tiny):
     assert changed.tolist() == IMAGES.tolist()
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_memory_bank_follows_as_slowly_as_it_is_told(tiny, momentum):
+    mechanism = build_mechanism(tiny("insdisc-small", negatives={"size": 10, "momentum": momentum}), 40)
+    before = mechanism.bank.rows[IMAGES].clone()
+    comparison = compare(mechanism, views(1))
+    mechanism.update(comparison, IMAGES, SHARE)
+    mixed = momentum * before + (1 - momentum) * comparison.query.detach()
+    torch.testing.assert_close(mechanism.bank.rows[IMAGES], torch.nn.functional.normalize(mixed))
+
+
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_every_recipe_can_be_built_and_saved(name):
     mechanism = build_mechanism(recipes.get(name).edit(negatives={"size": 64}), 50)

@@ -1,5 +1,8 @@
 """What a run measures about itself."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -51,6 +54,15 @@ def test_features_are_judged_without_the_head():
     flattened, _ = measured(flat)
     assert flattened["knn_top1"] == numbers["knn_top1"]
     assert flattened["knn_embedding_top1"] < numbers["knn_embedding_top1"]
+
+
+def test_without_held_out_images_no_image_votes_for_itself():
+    experiment = recipes.get("demo-co2").edit(data="shapes:60:32", monitoring={"health_images": 16})
+    encoder = build_encoder(experiment.encoder, experiment.views.size)
+    splits = open_data(experiment.data)
+    splits.bank.labels = np.random.default_rng(0).permutation(splits.bank.labels)  # which nothing can be learnt from
+    alone = dataclasses.replace(splits, test=None)
+    assert Monitor(experiment, alone, CPU, workers=0).measure(encoder)["knn_top1"] < 0.4
 
 
 def readings(monkeypatch, device):

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -32,6 +33,13 @@ def test_lars_survives_weights_of_zero():
     optimiser.param_groups[0]["lr"] = 0.1
     optimiser.step()
     torch.testing.assert_close(weight.detach(), torch.full((2, 2), -0.1))
+
+
+@pytest.mark.parametrize("name", ["sgd", "lars"])
+def test_an_optimiser_is_built_with_the_momentum_and_weight_decay_that_were_asked_for(name):
+    specification = OptimisationSpecification(optimiser=name, momentum=0.8, weight_decay=0.03)
+    (group,) = build_optimiser(nn.Linear(2, 2), specification, 0.5).param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.5, 0.8, 0.03)
 
 
 def test_frozen_parameters_are_left_out():

@@ -333,6 +333,33 @@ def test_resuming_nothing_or_something_else_is_refused(tiny, tmp_path):
         pretrain(tiny(resume=True), out=tmp_path)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batch_size": 14},
+        {"seed": 1},
+        {"views": {"flip_probability": 0.1}},
+        {"encoder": {"dimension": 9}},
+        {"negatives": {"momentum": 0.5}},
+        {"objective": {"tau_instance": 0.3}},
+        {"optimisation": {"learning_rate": 0.5}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_run_is_not_resumed_with_another_setting_of_any_kind(tiny, tmp_path, change):
+    pretrain(tiny(epochs=1), out=tmp_path / "run")
+    with pytest.raises(co2.UserError, match=next(iter(change))):
+        pretrain(tiny(epochs=1, resume=True).edit(**change), out=tmp_path / "run")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_the_fused_kernel_without_a_gpu_is_refused_before_anything_is_written(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("co2.objective.fused.INTERPRETED", False)
+    with pytest.raises(co2.UserError, match=r"--objective\.backend fused cannot run here: .* reference"):
+        pretrain(tiny(objective={"backend": "fused"}), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_resuming_with_other_settings_says_what_differs(tiny, tmp_path):
     pretrain(tiny(epochs=1), out=tmp_path / "run")
     with pytest.raises(co2.UserError, match=r"objective\.alpha: 0\.3 in the run folder, 2\.0 asked for"):

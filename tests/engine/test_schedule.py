@@ -32,6 +32,14 @@ def test_warm_up_rises_linearly_to_the_peak_and_then_the_schedule_starts_from_it
     assert values[-1] < 0.01
 
 
+@pytest.mark.parametrize(("steps", "rising"), [(9, 1), (15, 2)])
+def test_a_warm_up_of_part_of_a_step_is_a_whole_one(steps, rising):
+    values = rates(steps, schedule="cosine", warm_up=0.1)
+    assert values[:rising] == pytest.approx([2.0 * (step + 1) / rising for step in range(rising)])
+    assert values[rising:] == sorted(values[rising:], reverse=True)
+    assert 1.9 < values[rising] < 2.0
+
+
 def test_a_resumed_run_has_the_rate_of_its_step_and_no_history():
     # A pure function: asked for in any order, it gives the same.
     specification = OptimisationSpecification(schedule="step", milestones=(0.5,))

@@ -42,6 +42,20 @@ def test_a_symmetric_step_adds_up_both_directions(tiny):
     assert abs(reported["instance"] - mean) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("recipe", "objective"),
+    [("co2-simclr-small", {"detach_target": True}), ("demo-moco", {"label_smoothing": 0.1})],
+    ids=["detached target", "label smoothing"],
+)
+def test_what_the_objective_is_told_has_an_effect_on_a_step(tiny, recipe, objective):
+    views = torch.randint(0, 256, (2, B, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    strong = {"alpha": 1.0} if "co2" in recipe else {}
+    (plain, _), (told, _) = (
+        change_by_a_step(tiny(recipe, objective={**strong, **more}), views) for more in ({}, objective)
+    )
+    assert any(not torch.allclose(plain[name], told[name], rtol=1e-3, atol=1e-8) for name in plain)
+
+
 @pytest.mark.parametrize("ramp_up", [0.0, 0.5])
 def test_the_consistency_term_weighs_what_its_schedule_says_in_every_step(tiny, ramp_up):
     objective = {"alpha": 2.0, "ramp_up": ramp_up}
