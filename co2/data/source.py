@@ -96,8 +96,13 @@ class ImageSource(ABC):
         return Subset(self, np.asarray(indices, dtype=np.int64))
 
     def spread(self, most: int) -> ImageSource:
-        """At most so many images (0: all), evenly spread, so that every class of a sorted source is there."""
+        """At most so many images (0: all), evenly spread."""
         return self if not most or len(self) <= most else self.subset(evenly(len(self), most))
+
+    def spread_over_classes(self, most: int) -> ImageSource:
+        """At most so many labelled images (0: all), as large a share of every class as of the others."""
+        assert self.labels is not None
+        return self if not most or len(self) <= most else self.subset(evenly_by_class(self.labels, most))
 
 
 Parts = tuple[ImageSource, ImageSource | None, ImageSource | None, str]
@@ -114,6 +119,14 @@ def evenly(count: int, most: int) -> np.ndarray:
     """At most so many of the numbers below `count`, evenly spread: [min(count, most)]."""
     chosen = min(count, most)
     return np.arange(chosen) * count // chosen
+
+
+def evenly_by_class(labels: np.ndarray, most: int) -> np.ndarray:
+    """The places of at most so many labels [N], evenly spread over each class: sorted, [min(N, most)].
+
+    Evenly over the places would leave out classes that come in turns.
+    """
+    return np.sort(np.argsort(labels, kind="stable")[evenly(len(labels), most)])
 
 
 def readable(source: ImageSource, read: Callable[[int], T], index: int, bad: dict[int, str]) -> tuple[int, T]:

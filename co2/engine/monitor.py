@@ -33,8 +33,8 @@ class Monitor:
         self.device = device
         self.workers = workers
         self.health = splits.train.spread(limits.health_images)
-        self.bank = splits.bank.spread(limits.bank_images) if splits.bank is not None else None
-        self.queries = splits.test.spread(limits.query_images) if splits.test is not None else None
+        self.bank = splits.bank.spread_over_classes(limits.bank_images) if splits.bank is not None else None
+        self.queries = splits.test.spread_over_classes(limits.query_images) if splits.test is not None else None
         # Small pictures keep a GPU busy only in large batches.
         self.batch_size = 2048 if device.type == "cuda" and experiment.views.size <= 64 else 256
         self._kept: dict[str, list[Batch]] = {}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import tyro
 
 from co2.errors import RunError, UserError
-from co2.evaluation.presets import ALL, PROTOCOLS, Preset, check_given, protocol_called, settings_of
+from co2.evaluation.presets import AFTER_STEPS, ALL, PROTOCOLS, Preset, check_given, protocol_called, settings_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -182,24 +182,29 @@ def _evaluate(name: str, request: Request, settings: Any, given: Set[str], comma
         followed: dict[str, float] = {}
         if request.checkpoints:
             runs = suite.evaluate_checkpoints(
-                request.subject, settings, circumstances, request.protocol, request.view_size, request.embeddings
+                request.subject,
+                settings,
+                circumstances,
+                request.protocol,
+                request.view_size,
+                request.embeddings,
+                records.add,
             )
             found["label-free", request.subject] = runs
             followed = label_free.correlations(runs) if "knn_top1" in runs[0].numbers else {}
-            records.add(runs)
         elif name == ALL:
 
             def done(protocol: str, one: Subject, runs: list[Evaluation]) -> None:
-                records.add(runs)
                 progress.say(f"{protocol}  {one.name}  {_line(runs)}")
 
-            everything = suite.evaluate_all(subjects, request.protocol, circumstances, done)
+            everything = suite.evaluate_all(subjects, request.protocol, circumstances, records.add, done)
             found, left_out = everything.runs, everything.left_out
         else:
             for one in subjects:
                 own = suite.suited(name, request.protocol, one, settings, given, progress)
-                found[name, one.name] = suite.evaluate_runs(name, one, own, circumstances, request.protocol)
-                records.add(found[name, one.name])
+                found[name, one.name] = suite.evaluate_runs(
+                    name, one, own, circumstances, request.protocol, records.add
+                )
     if request.checkpoints:
         _show(_table_of_checkpoints(found["label-free", request.subject], followed))
     else:
@@ -233,14 +238,13 @@ class _Records:
         if not os.access(folder, os.W_OK):
             raise UserError(f"Records cannot be written to {self.out}: permission denied. Give another --out.")
 
-    def add(self, evaluations: Sequence[Evaluation]) -> None:
+    def add(self, evaluation: Evaluation) -> None:
         """One file for each, or all of them in the one that was asked for."""
-        for evaluation in evaluations:
-            made = evaluation.details.get("made_with", {}) | {"command": self.command}
-            evaluation = dataclasses.replace(evaluation, details=evaluation.details | {"made_with": made})
-            self.evaluations.append(evaluation)
-            if not self.single_file:
-                self._write(self._place_of(evaluation), dataclasses.asdict(evaluation))
+        made = evaluation.details.get("made_with", {}) | {"command": self.command}
+        evaluation = dataclasses.replace(evaluation, details=evaluation.details | {"made_with": made})
+        self.evaluations.append(evaluation)
+        if not self.single_file:
+            self._write(self._place_of(evaluation), dataclasses.asdict(evaluation))
         if self.single_file:
             records = [dataclasses.asdict(one) for one in self.evaluations]
             self._write(self.out, records[0] if len(records) == 1 else records)
@@ -266,11 +270,13 @@ class _Records:
         try:
             there = json.loads(plain.read_text(encoding="utf-8"))
             known = {name: there[name] for name in ("subject", "data", "settings")}
-        except (OSError, ValueError, LookupError, TypeError):
+            steps = there["details"].get(AFTER_STEPS)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return plain  # nothing, or nothing to keep
         known |= {"architecture": there["architecture"]} if "architecture" in there else {}
         ours = json.loads(as_json({name: getattr(evaluation, name) for name in known}))
-        if known == ours:
+        ours |= {AFTER_STEPS: evaluation.details[AFTER_STEPS]} if AFTER_STEPS in evaluation.details else {}
+        if known | ({AFTER_STEPS: steps} if steps is not None else {}) == ours:
             return plain
         digest = hashlib.sha256(json.dumps(ours, sort_keys=True).encode()).hexdigest()[:8]
         return plain.with_name(f"{plain.stem}-{digest}.json")

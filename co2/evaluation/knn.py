@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from co2.data.open import DataSplits
-from co2.data.source import evenly
+from co2.data.source import evenly_by_class
 from co2.evaluation.features import Unreadable, embed
 from co2.evaluation.labels import check_classes, no_labels
 from co2.evaluation.progress import SILENT, Progress
@@ -39,9 +39,11 @@ def evaluate(
     """
     if data.bank is None or data.bank.labels is None:
         raise no_labels("knn", data)
-    bank_source = data.bank.spread(settings.bank_images)
+    bank_source = data.bank.spread_over_classes(settings.bank_images)
     held_out = data.test is not None and data.test.labels is not None
-    query_source = data.test.spread(settings.query_images) if held_out and data.test is not None else bank_source
+    query_source = bank_source
+    if held_out and data.test is not None:
+        query_source = data.test.spread_over_classes(settings.query_images)
     assert bank_source.labels is not None
     assert query_source.labels is not None
     check_classes("knn", data.bank.labels, query_source.labels, bank_source.classes)
@@ -113,7 +115,7 @@ def evaluate(
     }
     if settings.best_k:
         ks = sorted({min(k, len(bank.features) - 1) for k in settings.ks})
-        rows = torch.from_numpy(evenly(len(bank.features), _SEARCH_IMAGES))
+        rows = torch.from_numpy(evenly_by_class(bank.labels.numpy(), _SEARCH_IMAGES))
         within_bank = accuracies_of(rows, ks)
         best = max(range(len(ks)), key=lambda place: within_bank[place][0])
         by_k = accuracies_of(None, ks)

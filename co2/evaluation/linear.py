@@ -70,7 +70,6 @@ def evaluate(
     unreadable = Unreadable(progress)
     details: dict[str, Any] = {
         "train_images": len(split.train),
-        "test_images": len(split.test),
         "held_out_by_seed": split.divided,
     }
     if settings.solver == "sgd":
@@ -99,6 +98,7 @@ def evaluate(
         details=details
         | more
         | {
+            "test_images": len(test.labels),
             "unreadable": unreadable.reasons,
             "mean_length_of_features": test.features.norm(dim=1).mean().item(),
         },
@@ -213,10 +213,14 @@ def _by_regression(
     del shown  # a second copy of what may be most of the memory
     classes = len(split.classes)
 
-    aside = balanced_subset(split.train_labels, settings.held_out, seed)
+    read = np.unique(images)
+    of_class = split.train_labels[read]
+    several = read[np.bincount(of_class)[of_class] > 1]  # images that are not the only one of their class
+    pool = several if len(several) else read
+    aside = pool[balanced_subset(split.train_labels[pool], settings.held_out, seed)]
     learnt = ~np.isin(images, aside)  # no view of a held-out image
-    if len(np.unique(labels[learnt])) < len(np.unique(labels)):
-        learnt[:] = True  # a class of one image: the strength is judged on what it is fitted to
+    if not len(several):
+        learnt[:] = True  # nothing but classes of one image: the strength is judged on what it is fitted to
     judged = show(split.train.subset(aside))  # whole images, as in the end
     on_device = torch.from_numpy(labels).to(device)
     kept = torch.from_numpy(learnt).to(device)

@@ -9,6 +9,8 @@ from co2.errors import UserError, did_you_mean
 from co2.evaluation import spatial_specification as spatial
 from co2.evaluation import specification as plain
 
+AFTER_STEPS = "after_steps"
+"""Among the details of an evaluation: how long a run had trained what was judged, where it was a checkpoint."""
 ALL = "all"
 Preset = Literal["quick", "paper"]
 MOCO_V1, MOCO_V2 = "moco-v1", "moco-v2"

@@ -82,7 +82,7 @@ def evaluate(
             network, losses = training.run(
                 start, subset, len(split.classes), device, seed, workers, share, progress, unreadable
             )
-            result = _judge(network, start, split, device, workers, progress, unreadable)
+            result, judged = _judge(network, start, split, device, workers, progress, unreadable)
             numbers |= {f"{prefix}{name}_{share}": value for name, value in result.items()}
             curves[f"{prefix}{share}"] = losses
     return Evaluation(
@@ -94,7 +94,7 @@ def evaluate(
         details={
             "subsets": subsets,
             "loss_by_epoch": curves,
-            "test_images": len(split.test),
+            "test_images": judged,
             "held_out_by_seed": split.divided,
             "unreadable": unreadable.reasons,
         },
@@ -180,7 +180,8 @@ def _judge(
     workers: int,
     progress: Progress,
     unreadable: Unreadable,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], int]:
+    """Accuracies on the test images, and how many of them could be read."""
     try:
         test = embed(
             network,
@@ -195,4 +196,5 @@ def _judge(
         raise diverged("semi-supervised") from error
     assert test.labels is not None
     scores = test.features  # [M, classes]
-    return accuracies(scores.topk(min(5, scores.shape[1]), dim=1).indices.cpu().numpy(), test.labels.numpy())
+    ranked = scores.topk(min(5, scores.shape[1]), dim=1).indices.cpu().numpy()
+    return accuracies(ranked, test.labels.numpy()), len(test.labels)

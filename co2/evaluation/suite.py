@@ -16,7 +16,7 @@ from co2.checkpoint import CONFIG, checkpoints
 from co2.config import Experiment
 from co2.data.open import DataSplits, open_data
 from co2.errors import RunError, UserError, did_you_mean
-from co2.evaluation.presets import ALL, PROTOCOLS, Preset, check_given, protocol_called, settings_of
+from co2.evaluation.presets import AFTER_STEPS, ALL, PROTOCOLS, Preset, check_given, protocol_called, settings_of
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.subject import SEEDS, Subject, open_subject
@@ -133,9 +133,17 @@ def suited(
 
 
 def evaluate_runs(
-    protocol: str, subject: Subject, settings: Any, circumstances: Circumstances, preset: str = ""
+    protocol: str,
+    subject: Subject,
+    settings: Any,
+    circumstances: Circumstances,
+    preset: str = "",
+    done: Callable[[Evaluation], object] = lambda _: None,
 ) -> list[Evaluation]:
-    """A record for each seed. Where neither the protocol nor the subject's weights are random, one run is all."""
+    """A record for each seed. Where neither the protocol nor the subject's weights are random, one run is all.
+
+    `done` is called with each as soon as it is there.
+    """
     known = protocol_called(protocol)
     if subject.head and known.trains_backbone:
         able = ", ".join(name for name, other in PROTOCOLS.items() if not other.trains_backbone)
@@ -177,15 +185,16 @@ def evaluate_runs(
             raise RunError(f"{protocol}: the memory is not enough. {_remedy(protocol, settings)}") from error
         made = made_with(circumstances.device) | {"seconds": round(time.perf_counter() - begun, 2)}
         where = circumstances.voc if known.needs_voc else circumstances.data
-        evaluations.append(
-            replace(
-                evaluation,
-                data=where,
-                details=evaluation.details | {"made_with": made},
-                preset=preset,
-                architecture=shown.architecture,
-            )
+        trained = {} if shown.steps is None else {AFTER_STEPS: shown.steps}
+        evaluation = replace(
+            evaluation,
+            data=where,
+            details=evaluation.details | trained | {"made_with": made},
+            preset=preset,
+            architecture=shown.architecture,
         )
+        evaluations.append(evaluation)
+        done(evaluation)
     return evaluations
 
 
@@ -203,7 +212,9 @@ def _remedy(protocol: str, settings: Any) -> str:
     if protocol == "linear" and settings.solver == "lbfgs":
         return "Give fewer --crops, or --solver sgd, which keeps no features."
     if hasattr(settings, "batch_size"):
-        return f"Give a smaller --batch-size than {settings.batch_size}, or a smaller --view-size."
+        smaller = {"detection": "smaller --train-sizes and --test-size", "segmentation": "a smaller --crop"}
+        size = smaller.get(protocol, "a smaller --view-size")
+        return f"Give a smaller --batch-size than {settings.batch_size}, or {size}."
     return (
         "Give fewer --images, or a smaller --view-size." if protocol == "label-free" else "Give a smaller --view-size."
     )
@@ -216,8 +227,13 @@ def evaluate_checkpoints(
     preset: str = "",
     view_size: int | None = None,
     embeddings: bool = False,
+    done: Callable[[Evaluation], object] = lambda _: None,
 ) -> list[Evaluation]:
-    """label-free of every checkpoint of a run, the oldest first, with `knn_top1` where the data have labels."""
+    """label-free of every checkpoint of a run, the oldest first, with `knn_top1` where the data have labels that kNN
+    can do with.
+
+    `done` is called with each as soon as it is there.
+    """
     found = checkpoints(Path(run).expanduser())
     if len(found) < _FEWEST_CHECKPOINTS:
         raise UserError(
@@ -226,15 +242,23 @@ def evaluate_checkpoints(
         )
     material = _material("label-free", circumstances)
     assert isinstance(material, DataSplits)
-    evaluations = []
+    evaluations: list[Evaluation] = []
+    labelled = material.bank is not None
     for path in found:
         circumstances.progress.say(path.name)
         subject = open_subject(str(path), view_size=view_size, embeddings=embeddings)
         [one] = evaluate_runs("label-free", subject, settings, circumstances, preset)
-        if material.bank is not None:
-            [accuracy] = evaluate_runs("knn", subject, settings_of("knn", "quick"), circumstances)
-            one = replace(one, numbers=one.numbers | {"knn_top1": accuracy.numbers["top1"]})
+        if labelled:
+            try:
+                [accuracy] = evaluate_runs("knn", subject, settings_of("knn", "quick"), circumstances)
+                one = replace(one, numbers=one.numbers | {"knn_top1": accuracy.numbers["top1"]})
+            except UserError as error:
+                if evaluations:
+                    raise
+                labelled = False
+                circumstances.progress.say(f"Without kNN accuracy: {error}")
         evaluations.append(one)
+        done(one)
     return evaluations
 
 
@@ -242,18 +266,19 @@ def evaluate_all(
     subjects: list[Subject],
     preset: Preset,
     circumstances: Circumstances,
+    each: Callable[[Evaluation], object] = lambda _: None,
     done: Callable[[str, Subject, list[Evaluation]], object] = lambda *_: None,
 ) -> Everything:
     """Every protocol that the data allow, on every subject; and why the others are left out.
 
-    `done` is called with the result of each protocol on each subject, as soon as it is there.
+    `each` is called with every evaluation, `done` with all of a protocol on a subject, as soon as they are there.
     """
     everything = Everything()
     for protocol in PROTOCOLS:
         for subject in subjects:
             settings = suited(protocol, preset, subject, settings_of(protocol, preset), (), circumstances.progress)
             try:
-                evaluations = evaluate_runs(protocol, subject, settings, circumstances, preset)
+                evaluations = evaluate_runs(protocol, subject, settings, circumstances, preset, each)
             except UserError as reason:
                 everything.left_out[protocol] = str(reason)
                 break

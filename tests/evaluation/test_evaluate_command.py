@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import co2
-from co2.checkpoint import save_backbone
+from co2.checkpoint import checkpoints, save_backbone
 from co2.cli import main
 from co2.data.shapes import write_shapes
 from co2.encoders.backbones import build_backbone
@@ -287,6 +287,37 @@ def test_several_runs_are_summed_up_by_mean_and_standard_deviation(pretrained_ru
     assert deviation > 0  # each seed shows other crops
     assert row["numbers"]["top1"] == pytest.approx({"mean": mean, "deviation": deviation})
     assert f"{mean:.2f} ± {deviation:.2f}" in capsys.readouterr().out
+
+
+def test_runs_that_are_done_are_kept_when_a_later_one_fails(pretrained_run, tmp_path, monkeypatch, capsys):
+    real = linear.evaluate
+
+    def fails(*words, seed, **more):
+        if seed == 2:
+            raise co2.UserError("Something else.")
+        return real(*words, seed=seed, **more)
+
+    monkeypatch.setattr(linear, "evaluate", fails)
+    words = ["linear", pretrained_run, "--data", "shapes:120:32", "--runs", "3", "--out", tmp_path]
+    assert main(["evaluate", *map(str, words), "--crops", "1", "--strengths", "0.1", *CPU]) == 2
+    assert "Something else." in capsys.readouterr().err
+    assert [json.loads(path.read_text())["settings"]["seed"] for path in sorted(tmp_path.glob("*.json"))] == [0, 1]
+
+
+def test_a_record_of_an_unfinished_run_says_after_how_many_steps(pretrained_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(pretrained_run, run)
+    (run / "backbone.safetensors").unlink()
+    shutil.rmtree(run / "evaluation", ignore_errors=True)
+    [last] = checkpoints(run)[-1:]
+    state = torch.load(last, weights_only=True)
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").mkdir()
+    for step in (3, 12, 12):
+        torch.save(state | {"step": step}, run / "checkpoints" / f"step-{step:09d}.pt")
+        assert main(["evaluate", "knn", str(run), "--data", "shapes:120:32", *CPU]) == 0
+    records = [json.loads(path.read_text()) for path in (run / "evaluation").glob("knn-*.json")]
+    assert sorted(record["details"]["after_steps"] for record in records) == [3, 12]
 
 
 def test_subjects_of_any_name_have_their_column_and_their_record(pretrained_run, tmp_path, capsys):

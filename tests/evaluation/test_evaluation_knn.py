@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torn_images import Listener, Torn
@@ -84,6 +85,22 @@ def test_at_most_so_many_images_of_every_class(subject):
     data = open_data("shapes:120:16")
     result = evaluate(subject, data, dataclasses.replace(PAPER, bank_images=50, query_images=30))
     assert (result.details["bank_images"], result.details["query_images"]) == (50, 30)
+
+
+@pytest.mark.parametrize("order", ["in turns", "sorted", "large and small"])
+def test_a_part_of_the_images_has_its_share_of_every_class(order):
+    source = open_data("shapes:1000:16").train
+    assert source.labels[:12].tolist() == [*range(10), 0, 1]
+    if order == "sorted":
+        source = source.subset(np.argsort(source.labels, kind="stable"))
+    if order == "large and small":
+        source = source.subset(np.flatnonzero((source.labels < 5) | (np.arange(1000) % 20 < 10)))
+    for most in (500, 200, 100):
+        part = source.spread_over_classes(most)
+        expected = np.bincount(source.labels) * most / len(source)
+        assert len(part) == most
+        assert np.abs(np.bincount(part.labels, minlength=10) - expected).max() <= 1
+    assert source.spread_over_classes(0) is source.spread_over_classes(5000) is source
 
 
 def test_features_belong_to_their_images(tiny):

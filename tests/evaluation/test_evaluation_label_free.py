@@ -1,6 +1,7 @@
 import dataclasses
 import shutil
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,6 +95,23 @@ def test_over_the_checkpoints_of_a_run(pretrained_run, tmp_path, shapes):
         assert {"co2", "torch", "device", "seconds"} <= one.details["made_with"].keys()
     larger = evaluate_checkpoints(run, SMALL, on(dataclasses.replace(shapes, bank=None)), view_size=48)
     assert all(one.settings["view_size"] == 48 and "knn_top1" not in one.numbers for one in larger)
+
+
+def test_checkpoints_are_judged_without_labels_where_knn_cannot_do_with_them(pretrained_run, tmp_path, shapes):
+    data = shapes(200)
+    run = tmp_path / "run"
+    shutil.copytree(pretrained_run, run)
+    [last] = checkpoints(run)[-1:]
+    for step in range(3):
+        shutil.copy(last, run / "checkpoints" / f"step-{step:09d}.pt")
+    some = data.bank.subset(np.flatnonzero(data.bank.labels != 3))  # but held-out images of that class
+    listener, seen = Listener(), []
+    circumstances = dataclasses.replace(on(dataclasses.replace(data, bank=some)), progress=listener)
+    results = evaluate_checkpoints(run, SMALL, circumstances, done=seen.append)
+    assert len(results) >= 3
+    assert seen == results
+    assert all("knn_top1" not in one.numbers for one in results)
+    assert [line for line in listener.lines if line.startswith("Without kNN accuracy: knn")]
 
 
 def test_bad_input_is_told_plainly(pretrained, pretrained_run, tmp_path, shapes):

@@ -300,6 +300,29 @@ def test_unreadable_images_are_said_once_and_recorded(pretrained, shapes, settin
     assert {"picture 4 (torn)", "picture 40 (torn)"} == set(in_training.rstrip(".").split(": ")[1].split(", "))
     assert judged == "1 of 300 images could not be read and are left out: picture 3 (torn)."
     assert result.details["unreadable"] == {f"picture {index}": "torn" for index in (4, 40, 3)}
+    assert result.details["test_images"] == 299
+
+
+def test_a_class_of_one_image_does_not_decide_about_the_strength(pretrained, shapes, monkeypatch):
+    judged = []
+
+    def choose(features, labels, held_out, held_out_labels, *rest):
+        judged.append((len(features), held_out_labels.tolist()))
+        return choose_strength(features, labels, held_out, held_out_labels, *rest)
+
+    monkeypatch.setattr(linear, "choose_strength", choose)
+    data = shapes(100)
+    few = data.bank.subset([*np.flatnonzero(data.bank.labels != 3), np.flatnonzero(data.bank.labels == 3)[0]])
+    evaluate(pretrained, dataclasses.replace(data, bank=few), dataclasses.replace(SOLVED, crops=1))
+    [(learnt, held_out)] = judged
+    assert set(held_out) == set(range(10)) - {3}
+    assert learnt == len(few) - len(held_out)  # the only image of its class among them
+
+
+def test_images_that_cannot_be_read_are_not_held_out_for_the_strength(pretrained, shapes):
+    data = shapes(20)
+    torn = set(balanced_subset(data.bank.labels, SOLVED.held_out, seed=0).tolist())
+    evaluate(pretrained, dataclasses.replace(data, bank=Torn(data.bank, torn)), dataclasses.replace(SOLVED, crops=1))
 
 
 def test_balanced_subsets():
