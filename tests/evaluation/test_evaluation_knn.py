@@ -17,6 +17,7 @@ from co2.evaluation import features, knn, label_free, linear, semi_supervised
 from co2.evaluation.features import embed
 from co2.evaluation.knn import PAPER, QUICK, evaluate
 from co2.evaluation.subject import open_subject
+from co2.measures.knn import knn_accuracy
 
 
 class Mean(torch.nn.Module):
@@ -85,6 +86,20 @@ def test_at_most_so_many_images_of_every_class(subject):
     data = open_data("shapes:120:16")
     result = evaluate(subject, data, dataclasses.replace(PAPER, bank_images=50, query_images=30))
     assert (result.details["bank_images"], result.details["query_images"]) == (50, 30)
+
+
+def test_neighbours_vote_at_the_temperature_that_was_asked_for(subject):
+    data = open_data("shapes:120:16")
+    bank, asked = (embed(subject.build(), source, subject.views) for source in (data.bank, data.test))
+    found = []
+    for temperature in (0.01, 10.0):
+        settings = dataclasses.replace(PAPER, k=60, temperature=temperature)
+        found.append(evaluate(subject, data, settings).numbers["top1"])
+        by_hand = knn_accuracy(
+            bank.features, bank.labels, asked.features, asked.labels, classes=10, k=60, temperature=temperature
+        )
+        assert found[-1] == pytest.approx(100 * by_hand.top1)
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("order", ["in turns", "sorted", "large and small"])

@@ -54,6 +54,16 @@ def test_a_collapsed_backbone_is_seen(pretrained, shapes, monkeypatch):
     assert numbers["rankme"] == pytest.approx(1, abs=1e-2)
 
 
+@pytest.mark.parametrize("count", [10, 22])
+def test_few_images_have_neighbours_to_disagree_about(pretrained, shapes, count):
+    listener = Listener()
+    result = evaluate(pretrained, shapes(count), SMALL, progress=listener)
+    assert result.details["agreement_by_chance"] < 30
+    assert any(
+        line.startswith(f"label-free: neighbours agree by the nearest {count // 4}, ") for line in listener.lines
+    )
+
+
 def test_views_and_plain_pictures_belong_to_the_same_images(pretrained, shapes, monkeypatch):
     shapes = shapes(200)
 
@@ -131,7 +141,8 @@ def test_bad_input_is_told_plainly(pretrained, pretrained_run, tmp_path, shapes)
 def test_unreadable_images_are_said_once_and_recorded(pretrained, shapes):
     shapes = shapes(30)
     listener = Listener()
-    result = evaluate(pretrained, dataclasses.replace(shapes, train=Torn(shapes.train, {4})), progress=listener)
+    torn = dataclasses.replace(shapes, train=Torn(shapes.train, {4}))
+    result = evaluate(pretrained, torn, dataclasses.replace(QUICK, k=5), progress=listener)
     assert listener.lines == ["1 of 30 images could not be read and are left out: picture 4 (torn)."]
     assert result.details["unreadable"] == {"picture 4": "torn"}
     assert result.details["images"] == 29
