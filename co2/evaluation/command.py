@@ -165,7 +165,7 @@ def _evaluate(name: str, request: Request, settings: Any, given: Set[str], comma
     against = request.against or ("random" if name == ALL and subject.drawn_from is None else "none")
     if against != "none":
         subjects.append(open_subject(against, like=subject, **how))
-    records = _Records(request, command)
+    records = _Records(name, request, command)
     with shown() as progress:
         circumstances = suite.circumstances_of(
             subject,
@@ -217,7 +217,7 @@ def _evaluate(name: str, request: Request, settings: Any, given: Set[str], comma
 class _Records:
     """Writes every evaluation down as soon as it is there."""
 
-    def __init__(self, request: Request, command: str) -> None:
+    def __init__(self, protocol: str, request: Request, command: str) -> None:
         subject = Path(request.subject).expanduser()
         default = subject / RECORDS if subject.is_dir() else Path(RECORDS)
         self.out = Path(request.out).expanduser() if request.out else default
@@ -237,6 +237,22 @@ class _Records:
             )
         if not os.access(folder, os.W_OK):
             raise UserError(f"Records cannot be written to {self.out}: permission denied. Give another --out.")
+        there = self._protocols_there() - {protocol}
+        if there and protocol != ALL:
+            raise UserError(
+                f"{self.out} holds the record of {' and '.join(sorted(there))}, which would be lost. Give another "
+                "--out, or a folder, in which every record has a file of its own."
+            )
+
+    def _protocols_there(self) -> set[str]:
+        """What the one file for all records holds already."""
+        if not self.single_file:
+            return set()
+        try:
+            content = json.loads(self.out.read_text(encoding="utf-8"))
+            return {str(one["protocol"]) for one in (content if isinstance(content, list) else [content])}
+        except (OSError, ValueError, LookupError, TypeError):
+            return set()  # nothing, or nothing of ours
 
     def add(self, evaluation: Evaluation) -> None:
         """One file for each, or all of them in the one that was asked for."""

@@ -289,6 +289,22 @@ def test_batches_do_not_depend_on_who_makes_them(shapes):
     assert all((padding == padding_colour((0.5, 0.5, 0.5))).all() for padding in padded)
 
 
+def test_every_second_image_is_mirrored_anew_in_each_epoch(shapes):
+    (data,) = read_detection(shapes, "train2012")
+    settings = dataclasses.replace(SMALL, train_sizes=SMALL.train_sizes[:1])
+    as_they_are, drawn = (
+        detection._TrainingSamples(data, one, seed=1, mean=(0.5, 0.5, 0.5))
+        for one in (dataclasses.replace(settings, flip_probability=0.0), settings)
+    )
+    mirrored = torch.zeros(4, len(data.images), dtype=torch.bool)
+    for epoch in range(4):
+        for index in range(len(data.images)):
+            plain, seen = (sample([(0, epoch, index)]).images for sample in (as_they_are, drawn))
+            mirrored[epoch, index] = not torch.equal(plain, seen)
+    assert 0.25 < mirrored.double().mean() < 0.75
+    assert len({tuple(epoch.tolist()) for epoch in mirrored}) == 4
+
+
 def test_the_detector_finds_shapes(shapes, tmp_path):
     # AP50 over three seeds and one or two threads when this was written: 91 to 99.
     longer = dataclasses.replace(SMALL, iterations=160, milestones=(120, 148))

@@ -289,6 +289,18 @@ def test_several_runs_are_summed_up_by_mean_and_standard_deviation(pretrained_ru
     assert f"{mean:.2f} ± {deviation:.2f}" in capsys.readouterr().out
 
 
+def test_a_file_with_the_record_of_another_protocol_is_not_written_over(pretrained_run, tmp_path, capsys):
+    one = tmp_path / "one.json"
+    words = [str(pretrained_run), "--data", "shapes:120:32", "--out", str(one), *CPU]
+    assert main(["evaluate", "knn", *words]) == 0
+    before = one.read_bytes()
+    assert main(["evaluate", "linear", *words]) == 2
+    assert "one.json holds the record of knn, which would be lost" in capsys.readouterr().err
+    assert one.read_bytes() == before
+    assert main(["evaluate", "knn", *words, "--k", "3"]) == 0  # tried again with something else
+    assert json.loads(one.read_text())["settings"]["k"] == 3
+
+
 def test_runs_that_are_done_are_kept_when_a_later_one_fails(pretrained_run, tmp_path, monkeypatch, capsys):
     real = linear.evaluate
 

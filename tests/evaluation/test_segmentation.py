@@ -139,6 +139,14 @@ def test_image_and_mask_are_cut_alike():
     assert torch.equal(mirror, whole.flip(-1))
 
 
+def test_an_image_is_cropped_anew_in_each_epoch(shapes):
+    (data,) = read_segmentation(shapes, "train2012")
+    samples = segmentation._CropSamples(data, BRIEF, seed=1, mean=(0.2, 0.4, 0.6))
+    crops = [samples([(epoch, 0)]).images for epoch in range(4)]
+    assert len({crop.numpy().tobytes() for crop in crops}) == 4
+    assert torch.equal(crops[2], samples([(2, 0)]).images)
+
+
 def test_padding_is_not_judged_and_batches_do_not_depend_on_who_makes_them(shapes):
     (data,) = read_segmentation(shapes, "train2012")
     settings = dataclasses.replace(SMALL, scales=(0.5, 0.5))
