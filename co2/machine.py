@@ -176,9 +176,10 @@ def stop_requests() -> Iterator[list[int]]:
         return
 
     def request(number: int, frame: FrameType | None) -> None:
-        if requests and number == signal.SIGINT:  # Ctrl-C twice: the user does not want to wait
-            raise KeyboardInterrupt
-        if not requests and number == signal.SIGINT:  # by the one way that is safe in the middle of anything
+        if number == signal.SIGINT:
+            if requests:  # Ctrl-C twice: the user does not want to wait
+                raise KeyboardInterrupt
+            # By the one way that is safe in the middle of anything.
             os.write(2, b"\nStopping, with everything kept. Ctrl-C again ends it at once.\n")
         # SIGTERM often comes twice, from a cluster and from its launcher.
         requests.append(number)

@@ -201,19 +201,15 @@ def _is_resnet(model: nn.Module) -> bool:
     )
 
 
-def check_view_size(model: nn.Module, name: str, view_size: int, setting: str = "--views.size") -> None:
-    """Send one view through the model: better a clear word now than an obscure one in the first step.
-
-    Args:
-        setting: what says the size.
-    """
+def check_view_size(model: nn.Module, name: str, view_size: int) -> None:
+    """Send one view through the model: better a clear word now than an obscure one in the first step."""
     view = torch.zeros(1, 3, view_size, view_size, device=next(model.parameters()).device)
     model.eval()
     try:
         with torch.no_grad():
             outputs: Tensor = model(view)
     except (AssertionError, ValueError, RuntimeError) as error:
-        raise UnsuitableViewSizeError(name, view_size, error, setting) from error
+        raise UnsuitableViewSizeError(name, view_size, error) from error
     finally:
         model.train()
     assert outputs.ndim == 2, f"{name} returns {tuple(outputs.shape)} for one image"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from co2 import philox
 from co2.config import Experiment
-from co2.encoders.backbones import check_view_size
+from co2.encoders.backbones import UnsuitableViewSizeError, check_view_size
 from co2.encoders.batch_statistics import keep_views_together
 from co2.encoders.encoder import Encoder, build_encoder
 from co2.encoders.momentum import MomentumEncoder
@@ -156,7 +156,10 @@ def build_mechanism(experiment: Experiment, images: int) -> Mechanism:
         torch.manual_seed(experiment.seed)
         encoder = build_encoder(experiment.encoder, experiment.views.size)
         for size in experiment.views.earlier_sizes:
-            check_view_size(encoder.backbone, experiment.encoder.backbone, size, "--views.earlier-sizes")
+            try:
+                check_view_size(encoder.backbone, experiment.encoder.backbone, size)
+            except UnsuitableViewSizeError as error:
+                raise error.by("--views.earlier-sizes") from error
     generator = torch.Generator().manual_seed(experiment.seed)
     if experiment.negatives.source == "queue":
         return MomentumContrast(experiment, encoder, generator)

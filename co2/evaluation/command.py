@@ -261,7 +261,7 @@ class _Records:
         self.evaluations.append(evaluation)
         if not self.single_file:
             self._write(self._place_of(evaluation), dataclasses.asdict(evaluation))
-        if self.single_file:
+        else:
             records = [dataclasses.asdict(one) for one in self.evaluations]
             self._write(self.out, records[0] if len(records) == 1 else records)
 

@@ -51,13 +51,18 @@ def labelled_split(data: DataSplits, protocol: str, seed: int) -> LabelledSplit:
 
 def _put_aside(labels: np.ndarray, protocol: str, seed: int) -> np.ndarray:
     """Which images to be judged on: sorted indices [M], a share of every class that has another to learn from."""
-    several = np.flatnonzero(np.bincount(labels)[labels] > 1)  # images that are not the only one of their class
+    several = not_alone(labels)
     if not len(several):
         raise UserError(
             f"{protocol} learns from some images of a class and is judged on others, and no class has two. Add images, "
             f"or a held-out part. {LAYOUT}"
         )
     return several[balanced_subset(labels[several], _HELD_OUT, seed)]
+
+
+def not_alone(labels: np.ndarray) -> np.ndarray:
+    """Which of the labels [N] are not the only one of their class: sorted indices [M]."""
+    return np.flatnonzero(np.bincount(labels)[labels] > 1)
 
 
 def no_labels(protocol: str, data: DataSplits) -> UserError:

@@ -40,7 +40,7 @@ from co2.evaluation.features import (
     random_views,
     ready,
 )
-from co2.evaluation.labels import LabelledSplit, accuracies, balanced_subset, labelled_split
+from co2.evaluation.labels import LabelledSplit, accuracies, balanced_subset, labelled_split, not_alone
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation, finite
 from co2.evaluation.regression import LogisticRegression, choose_strength, fit
@@ -214,8 +214,7 @@ def _by_regression(
     classes = len(split.classes)
 
     read = np.unique(images)
-    of_class = split.train_labels[read]
-    several = read[np.bincount(of_class)[of_class] > 1]  # images that are not the only one of their class
+    several = read[not_alone(split.train_labels[read])]
     pool = several if len(several) else read
     aside = pool[balanced_subset(split.train_labels[pool], settings.held_out, seed)]
     learnt = ~np.isin(images, aside)  # no view of a held-out image

@@ -87,7 +87,8 @@ def work_on(job_file: str) -> int:
     with _alone(run), _session(run):
         images = numbers_of(open_data(experiment.data))
         if not is_pretrained(run, experiment):
-            write_json(_images_file(run), images)
+            if not (run / CONFIG).is_file():  # one that goes on is of what it was begun with
+                write_json(_images_file(run), images)
             try:
                 pretrain(experiment)
             except Stopped as stop:

@@ -620,6 +620,20 @@ def test_a_run_of_unknown_data_is_given_up_with_its_record(planned):
     assert not (folder / "runs" / PAIR[0]).exists()
 
 
+def test_what_a_run_was_begun_with_is_noted_when_it_begins_alone(planned, read_json):
+    folder, plan = planned("curves")
+    _, path = next(jobs_of(plan, "curves", folder))
+    note, run = folder / "runs" / f"{PAIR[0]}.images.json", folder / "runs" / PAIR[0]
+    note.write_text('{"train": 7}')  # of a run that was deleted by hand
+    assert work_on(str(path)) == 0
+    assert read_json(note)["train"] == 40
+    (run / "backbone.safetensors").unlink()
+    note.unlink()  # as runs of earlier versions, which goes on
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    assert work_on(str(path)) == 0
+    assert not note.exists()
+
+
 def test_an_evaluation_on_other_data_does_not_count(tmp_path):
     path = tmp_path / "svm.json"
     path.write_text('{"backbone": "b", "data": "voc", "settings": {"k": 1}}')
