@@ -19,6 +19,7 @@ from co2.study.tables import INSTANCE_ACCURACY, KNN, KNN_EMBEDDING, LINEAR, Meas
 
 # The colours of the report's light page, in its order.
 COLOURS = ("#b8560b", "#1f5fc4", "#0b7a5e", "#a0327d", "#7a6100", "#5b4bb3")
+MARKERS = "osD^"  # another one when the colours begin again
 INK, MUTED, GRID = "#1d2430", "#5d6775", "#dde1e7"
 _LENGTHS_BELOW = 3  # from the best to the median, below it
 
@@ -83,7 +84,9 @@ def _over_setting(results: Results) -> Figure | None:
         _furnish(axes)
         floor = _floor(results, measure)
         for number, (label, variants) in enumerate(lines.items()):
-            _one_line(axes, results, measure, variants, COLOURS[1 + number % (len(COLOURS) - 1)], label, floor)
+            turn, place = divmod(number, len(COLOURS) - 1)  # the first colour is the baseline's
+            style = COLOURS[1 + place], MARKERS[turn % len(MARKERS)]
+            _one_line(axes, results, measure, variants, style, label, floor)
         _baseline_line(axes, results, measure, placed[0].baseline)
         _scale(axes, results, placed)
         axes.set_ylabel(measure.heading)
@@ -115,10 +118,11 @@ def _one_line(
     results: Results,
     measure: Measure,
     variants: Sequence[Variant],
-    colour: str,
+    style: tuple[str, str],
     label: str,
     floor: float,
 ) -> None:
+    colour, marker = style
     places, means, deviations = [], [], []
     for variant in variants:
         values = list(results.values(variant.name, measure).values())
@@ -141,9 +145,9 @@ def _one_line(
             )
             continue
         deviations.append(found.deviation or 0.0)
-        axes.plot([variant.place] * len(values), values, "o", color=colour, alpha=0.35, markersize=3.5, linewidth=0)
+        axes.plot([variant.place] * len(values), values, marker, color=colour, alpha=0.35, markersize=3.5, linewidth=0)
     axes.errorbar(
-        places, means, deviations, color=colour, linewidth=2, marker="o", markersize=5, capsize=3, label=label
+        places, means, deviations, color=colour, linewidth=2, marker=marker, markersize=5, capsize=3, label=label
     )
 
 

@@ -20,8 +20,8 @@ from co2.study.settings import changed, changes_between
 
 BASE = "co2-small"
 SEEDS = (0, 1, 2)
-ALPHAS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
-TAUS = (0.02, 0.04, 0.07, 0.1, 0.2)
+ALPHAS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+TAUS = (0.02, 0.04, 0.07, 0.1, 0.2, 0.4)
 LABEL_SMOOTHING = 0.1  # the paper says "a small constant" without a number; the usual choice (Szegedy et al. 2016)
 PAPER_V1 = {"objective.alpha": 10.0, "objective.tau_consistency": 0.04, "objective.ramp_up": 0.0}  # section 3.1
 PAPER_V2 = {"objective.alpha": 0.3, "objective.tau_consistency": 0.05, "objective.ramp_up": 0.0}

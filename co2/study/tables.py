@@ -18,6 +18,7 @@ from co2.study.grids import Variant
 from co2.study.judges import BESIDES, LINEAR_PAPER, SEMI_SUPERVISED
 from co2.study.published import ELSEWHERE, Published, published_for
 from co2.study.records import CellRecord
+from co2.study.settings import changed
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,8 @@ def markdown_text(results: Results) -> str:
     parts = [_judged_on(results), _main_table(results)]
     if results.study == "curves":
         parts.append(_throughout(results))
-    parts += [_about_the_test(results), _published_table(results), _missing_list(results)]
+    parts += [_about_the_temperatures(results), _about_the_test(results)]
+    parts += [_published_table(results), _missing_list(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -275,6 +277,22 @@ def _about_the_test(results: Results) -> str:
         f"Mean ± standard deviation of the sample over seeds. Δ: difference to {against}{several}, seed by seed: its "
         "mean ± its standard deviation, over n seeds that both have, with the p of a two-sided paired t-test, not "
         f"corrected for the number of comparisons.{few}"
+    )
+
+
+def _about_the_temperatures(results: Results) -> str:
+    """A divergence between sharper distributions is a larger number: rows at several tau_con are not on one scale."""
+    if LOSS_CONSISTENCY not in measures_of(results):
+        return ""
+    measured = [variant for variant in results.variants if results.records[variant.name]]
+    taus = {variant.name: changed(results.base, variant.changes).objective.tau_consistency for variant in measured}
+    if len(set(taus.values())) < 2:
+        return ""
+    baselines = [variant for variant in measured if variant.name in {other.baseline for other in measured}]
+    theirs = " and ".join(f"{taus[variant.name]:g} for {_escaped(variant.label)}" for variant in baselines)
+    return (
+        f"L_con is measured at each row's own τ_con{f' ({theirs})' if theirs else ''}. It can be compared between rows "
+        "that have the same, and not with others."
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from co2.evaluation.presets import settings_of
@@ -86,6 +87,50 @@ def write_cell():
         return cell
 
     return write
+
+
+@pytest.fixture
+def fill(write_cell):
+    """Write records with these linear accuracies, by variant and seed; kNN is five lower."""
+
+    def write(folder, plan, study, accuracies, curves=None):
+        for variant, by_seed in accuracies.items():
+            for seed, value in by_seed.items():
+                curve = (curves or {}).get(variant, lambda seed: None)(seed)
+                numbers = {"knn.top1": value - 5, "linear.top1": value, "knn.top5": 99.0}
+                write_cell(folder, plan, study, variant, seed, numbers, curve)
+
+    return write
+
+
+@pytest.fixture
+def log():
+    """A log whose lines are a function of the seed."""
+
+    def build(seed, level, epochs=4, lines=10):
+        ends = np.linspace(0, epochs, lines + 1)[1:]
+        return {
+            "epoch": [round(float(end), 4) for end in ends],
+            "instance": (5 - ends + 0.1 * seed).tolist(),
+            "consistency": (level + 0.1 * seed + 0.05 * ends).tolist(),
+            "top1": (0.2 * ends).tolist(),
+        }
+
+    return build
+
+
+@pytest.fixture
+def table_of():
+    """The first table of a Markdown text, by the first column."""
+
+    def read(text):
+        lines = [line for line in text.splitlines() if line.startswith("|")]
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        end = next((i for i, line in enumerate(text.splitlines()) if line.startswith("|")), 0)
+        length = next((i for i, line in enumerate(text.splitlines()[end:]) if not line.startswith("|")), len(lines))
+        return {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[2:length]}
+
+    return read
 
 
 @pytest.fixture

@@ -78,11 +78,11 @@ def test_a_weight_that_rises_is_named_and_neither_moco_nor_the_papers_settings_h
 def test_alpha_and_tau_have_the_promised_points_and_one_baseline():
     plan = plan_of("alpha", "tau", set=("objective.alpha=1", "objective.tau_consistency=0.04"))
     by_alpha = objective(plan, "alpha")
-    assert [values[0] for values in by_alpha.values()] == [0, 0.1, 0.3, 1, 3, 10]
+    assert [values[0] for values in by_alpha.values()] == [0, 0.1, 0.3, 1, 3, 10, 30]
     assert {values[1] for values in by_alpha.values()} == {0.04}
     by_tau = objective(plan, "tau")
     assert by_tau.pop("moco")[0] == 0
-    assert [values[1] for values in by_tau.values()] == [0.02, 0.04, 0.07, 0.1, 0.2]
+    assert [values[1] for values in by_tau.values()] == [0.02, 0.04, 0.07, 0.1, 0.2, 0.4]
     assert {values[0] for values in by_tau.values()} == {1.0}
     for study in ("alpha", "tau"):
         assert {variant.baseline for variant in plan.grids[study].variants} == {"", "moco"}
@@ -148,7 +148,7 @@ def test_vary_takes_settings_one_at_a_time_and_skips_the_bases_value():
 
 
 def test_vary_shares_its_cells_with_studies_of_the_same_setting():
-    varied = ("objective.alpha=[0,1]", "negatives.symmetric=[true]", "objective.tau_consistency=[0.2]")
+    varied = ("objective.alpha=[0,1]", "negatives.symmetric=[true]", "objective.tau_consistency=[0.3]")
     plan = plan_of("vary", "claim", "alpha", vary=varied, seeds=(0,))
     base, *others = (variant.name for variant in plan.grids["vary"].variants)
     weaker = name_of(recipes.co2_small().edit(objective={"alpha": 1.0}))
@@ -156,10 +156,10 @@ def test_vary_shares_its_cells_with_studies_of_the_same_setting():
     for name in others[:3]:
         cells = {cell.experiment for study in plan.grids for cell in plan.cells(study) if cell.variant == name}
         assert len(cells) == 1
-    without = plan_of("vary", set=("objective.alpha=0",), vary=("objective.tau_consistency=[0.2]",))
+    without = plan_of("vary", set=("objective.alpha=0",), vary=("objective.tau_consistency=[0.3]",))
     assert [variant.name for variant in without.grids["vary"].variants] == [
         "moco",
-        "moco-objective.tau_consistency-0.2",
+        "moco-objective.tau_consistency-0.3",
     ]
 
 
