@@ -232,22 +232,28 @@ def _groups(base: Experiment) -> str:
     return "one group" if base.encoder.groups == 1 else f"{base.encoder.groups} groups"
 
 
+def _named_in(command: str) -> set[str]:
+    """The settings that a command does not leave to the recipe."""
+    words = shlex.split(command)
+    named = parse_assignments([value for option, value in pairwise(words) if option == "--set"], "--set")
+    return {*named, *(["epochs"] if "--epochs" in words else [])}
+
+
 def _recipe_since(plan: Plan) -> str:
     """Recipes get better settings. A command that left one to the recipe has to name it, to be the same again."""
     base = plan.base
     if base.recipe not in recipes.RECIPES:
         return f" There is no recipe `{base.recipe}` any more."
-    words = [word for grid in plan.grids.values() for word in shlex.split(grid.command)]
-    named = parse_assignments([value for option, value in pairwise(words) if option == "--set"], "--set")
+    commands = [one for grid in plan.grids.values() for one in re.split(r"\n(?=co2 study )", grid.command)]
+    named_by_all = set.intersection(*map(_named_in, commands))
     left_out = {
         name: value
         for name, value in changes_between(recipes.get(base.recipe), base).items()
-        if name not in named and not name.startswith("monitoring.")  # when a run is looked at, not what it does
+        if name not in named_by_all and not name.startswith("monitoring.")  # when a run is looked at, not what it does
     }
     options = [
         shlex.join(["--epochs", str(value)] if name == "epochs" else ["--set", f"{name}={_as_typed(value)}"])
         for name, value in left_out.items()
-        if name != "epochs" or "--epochs" not in words
     ]
     if not options:
         return ""

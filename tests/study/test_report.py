@@ -9,6 +9,7 @@ import pytest
 from co2 import recipes
 from co2.cli import main
 from co2.errors import UserError
+from co2.study.plan import merge_plans, write_plan
 from co2.study.report import report_study, write_page
 from co2.study.tables import rows_of
 
@@ -217,6 +218,17 @@ def test_a_page_says_what_a_command_takes_since_its_recipe_has_changed(planned, 
     again = planned("vary", "claim", folder=tmp_path / "again", **{**own, "epochs": 200, "set": more}, **vary)[1]
     same = replace(again.base, monitoring=plan.base.monitoring)
     assert same == plan.base
+
+
+def test_what_one_command_of_several_leaves_to_a_recipe_that_has_changed_is_said(planned, monkeypatch, tmp_path):
+    own, base = ("views.size=16", "encoder.stem=small-stride-2"), {"base": "co2-small", "epochs": None}
+    folder, plan = planned("claim", set=own, **base)
+    weight = f"objective.alpha={recipes.get('co2-small').objective.alpha}"  # as the recipe has it, and now by name
+    more = planned("alpha", folder=tmp_path / "more", set=(*own, weight), **base)[1]
+    write_plan(folder, merge_plans(plan, more, folder, redo=False))
+    recipe, today = recipes.RECIPES["co2-small"], recipes.get("co2-small").edit(objective={"alpha": 0.7})
+    monkeypatch.setitem(recipes.RECIPES, "co2-small", replace(recipe, build=lambda: today))
+    assert f"add `--set {weight}` to have" in write_page([folder], tmp_path / "page.md").read_text()
 
 
 def test_a_page_says_where_negatives_come_from(planned, tmp_path):
