@@ -84,26 +84,6 @@ def knn_accuracies(
     return [KnnResult(top1, top5, k) for (top1, top5), k in zip(shares, ks, strict=True)]
 
 
-def knn_predict(
-    bank: Tensor,
-    bank_labels: Tensor,
-    queries: Tensor,
-    *,
-    classes: int,
-    k: int = 200,
-    temperature: float = 0.1,
-    exclude_self: bool = False,
-) -> Tensor:
-    """The classes in the order of their votes, best first, for each query: [M, classes]."""
-    own = _own_rows(bank, queries) if exclude_self else None
-    count = neighbour_count(len(bank), classes, k)
-    ranked = []
-    for _, similarities, neighbours in _nearest_blocks(bank, queries, count, own, classes):  # [b, k] each
-        votes = _votes(similarities, neighbours, bank_labels, classes, temperature)
-        ranked.append(votes.argsort(dim=1, descending=True, stable=True))  # [b, classes]
-    return torch.cat(ranked)
-
-
 def nearest(bank: Tensor, queries: Tensor, count: int, *, exclude_self: bool = False) -> Tensor:
     """Rows of `bank` most similar to each query by cosine, nearest first: [M, count]."""
     own = _own_rows(bank, queries) if exclude_self else None
