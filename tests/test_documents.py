@@ -1,4 +1,4 @@
-"""The README and the pages under docs: what they link to is there."""
+"""The README, the pages under docs and what is written beside the records: what they link to is there."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,8 @@ from urllib.parse import unquote
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTES = sorted((ROOT / "results").glob("*/*notes.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *NOTES]
 
 
 def prose(page):
@@ -21,7 +22,7 @@ def headings(page):
         yield re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if re.match(r"\w+:", target):  # another site

@@ -2,7 +2,7 @@
 
 The page, docs/RESULTS.md say, is generated as a whole. What people write about the numbers is kept in files of their
 own, which are included and never written to: notes.md and STUDY.notes.md in a folder of results, and PAGE.notes.md
-beside the page.
+beside the page. Links in them are relative to where they stand, and lead to the same places from the page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from co2 import recipes
 from co2.config import Experiment
@@ -122,7 +122,7 @@ def write_page(folders: Sequence[Path], out: Path) -> Path:
     _refuse_foreign(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     notes = out.with_name(f"{out.stem}.notes.md")
-    heading, words_of_the_user = _heading_and_rest(_text_of(notes))
+    heading, words_of_the_user = _heading_and_rest(_notes(notes, out))
     words = " ".join(["co2 study report", *(shlex.quote(os.fspath(folder)) for folder in folders)])
     parts = [
         f"{_MARK}Do not edit: write into {notes.name} beside this page, or into notes.md and STUDY.notes.md in the "
@@ -136,8 +136,8 @@ def write_page(folders: Sequence[Path], out: Path) -> Path:
     titles = _titles(folders, [plan for plan, _ in reports])
     parts += [_contents(titles)] if len(titles) > 1 else []
     for folder, title, (plan, results) in zip(folders, titles, reports, strict=True):
-        parts += [f"## {title}", _about_the_base(plan, folder, out.parent), _text_of(folder / "notes.md")]
-        parts += [section for one in results for section in _section(plan, one, folder, out.parent)]
+        parts += [f"## {title}", _about_the_base(plan, folder, out.parent), _notes(folder / "notes.md", out)]
+        parts += [section for one in results for section in _section(plan, one, folder, out)]
     _write(out, "\n\n".join(part for part in parts if part) + "\n")
     return out
 
@@ -264,8 +264,8 @@ def _as_typed(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _section(plan: Plan, results: Results, folder: Path, page: Path) -> list[str]:
-    study = results.study
+def _section(plan: Plan, results: Results, folder: Path, out: Path) -> list[str]:
+    study, page = results.study, out.parent
     parts = [
         f"### {study}: {STUDIES[study].summary if study in STUDIES else ''}".rstrip(": "),
         f"```\n{plan.grids[study].command}\n```",
@@ -276,7 +276,7 @@ def _section(plan: Plan, results: Results, folder: Path, page: Path) -> list[str
     figure = folder / f"{study}.svg"
     if figure.is_file():
         parts.append(f"![{study}]({_relative(figure, page)})")
-    parts.append(_text_of(folder / f"{study}.notes.md"))
+    parts.append(_notes(folder / f"{study}.notes.md", out))
     return parts
 
 
@@ -297,8 +297,22 @@ def _relative(path: Path, page: Path) -> str:
     return quote(os.fsencode(os.path.relpath(path, page).replace(os.sep, "/")))
 
 
-def _text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+def _notes(path: Path, out: Path) -> str:
+    """What people wrote, with links that lead from the page to the same places."""
+    if not path.is_file():
+        return ""
+
+    def moved(link: re.Match[str]) -> str:
+        where, mark, heading = link[1].partition("#")
+        if not where or where.startswith("/") or re.match(r"\w+:", where):  # in the notes themselves; another site
+            return link[0]
+        there = path.parent / unquote(where)
+        if heading and there.resolve() == out.resolve():
+            return f"](#{heading})"
+        return f"]({_relative(there, out.parent)}{mark}{heading})"
+
+    blocks = re.split(r"(^```.*?^```$)", path.read_text(encoding="utf-8").strip(), flags=re.MULTILINE | re.DOTALL)
+    return "".join(block if block.startswith("```") else re.sub(r"\]\(([^)\s]+)\)", moved, block) for block in blocks)
 
 
 def keep_runs_out_of_git(out: Path, runs: Path) -> None:

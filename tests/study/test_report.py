@@ -88,6 +88,27 @@ def test_the_page_has_everything_and_keeps_what_people_wrote(planned, tmp_path, 
     assert (folder / "notes.md").read_text() == "What the data are.\n"
 
 
+def test_links_in_notes_lead_from_the_page_to_the_same_places(planned, tmp_path):
+    folder, _ = planned("claim", folder=tmp_path / "a study")
+    (folder / "notes.md").write_text(
+        "[here](#below), [a site](https://example.org/a.md), [the root](/etc)\n\n```\n[code](cells)\n```\n\n"
+        "[cells](cells), [another](../other/notes.md#top), ![a picture](a%20b.png)"
+    )
+    (folder / "claim.notes.md").write_text("[this page](../docs/RESULTS.md#results), [all of it](../docs/RESULTS.md)")
+    page = tmp_path / "docs" / "RESULTS.md"
+    page.parent.mkdir()
+    (page.parent / "RESULTS.notes.md").write_text("[the cells](../a%20study/cells), [that](RESULTS.md#claim)")
+    text = write_page([folder], page).read_text()
+    for expected in (
+        "[here](#below), [a site](https://example.org/a.md), [the root](/etc)",
+        "```\n[code](cells)\n```",
+        "[cells](../a%20study/cells), [another](../other/notes.md#top), ![a picture](../a%20study/a%20b.png)",
+        "[this page](#results), [all of it](RESULTS.md)",
+        "[the cells](../a%20study/cells), [that](#claim)",
+    ):
+        assert expected in text
+
+
 @pytest.mark.parametrize(
     ("notes", "heading", "begins"),
     [
