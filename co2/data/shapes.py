@@ -54,7 +54,7 @@ class ShapesSource(ImageSource):
         return torch.from_numpy(pixels.copy())
 
     def describe(self, index: int) -> str:
-        return f"shapes image {index}"
+        return f"shapes image {index} of {self.size} pixels"  # which are other pictures at another size
 
     def picture(self, index: int) -> Picture:
         """Picture `index` with its box and mask."""

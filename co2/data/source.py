@@ -75,7 +75,7 @@ class ImageSource(ABC):
 
     @abstractmethod
     def describe(self, index: int) -> str:
-        """What to call image `index` when talking to the user: its path, or 'shapes image 17'. Always one line."""
+        """What to call image `index` when talking to the user: its path, or 'digits image 17'. Always one line."""
 
     def encoded(self, index: int) -> tuple[bytes, str]:
         """Image `index` as a file: its bytes, and the extension that goes with them.

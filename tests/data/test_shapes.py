@@ -24,7 +24,7 @@ def test_images_are_the_rendered_ones_each_time() -> None:
         image = source.image(17)
         assert np.array_equal(image.permute(1, 2, 0).numpy(), render(17, 32, 5, "test").image)
         image.zero_()  # what a caller does to it must not be seen by the next one
-    assert source.describe(17) == "shapes image 17"
+    assert source.describe(17) == "shapes image 17 of 32 pixels"
     assert np.array_equal(source.picture(17).image, render(17, 32, 5, "test").image)
 
 

@@ -368,6 +368,12 @@ def test_resuming_with_other_settings_says_what_differs(tiny, tmp_path):
         pretrain(tiny(epochs=1, data="shapes:41:16", resume=True), out=tmp_path / "run")
 
 
+def test_resuming_with_pictures_rendered_at_another_size_is_refused(tiny, tmp_path):
+    run = pretrain(tiny(epochs=1, data="shapes:40:16"), out=tmp_path / "run")
+    with pytest.raises(co2.UserError, match=r"other names.*Resume with the data it was started with"):
+        pretrain(tiny(epochs=1, data="shapes:40:24", resume=True), out=run)
+
+
 def test_resuming_with_as_many_other_images_is_refused(tiny, tmp_path):
     data = write_pictures(tmp_path / "pictures", 40)
     run = pretrain(tiny(epochs=1), data=data, out=tmp_path / "run")

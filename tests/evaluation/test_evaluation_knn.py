@@ -186,7 +186,8 @@ class Diverged(torch.nn.Module):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_features_that_are_no_numbers_are_refused(tiny, value):
     source = open_data("shapes:5:16").train.subset([0, 3, 4])
-    with pytest.raises(RunError, match=r"features of image shapes image 4 are not finite.*diverged.*checkpoint"):
+    said = r"features of image shapes image 4 of 16 pixels are not finite.*diverged.*checkpoint"
+    with pytest.raises(RunError, match=said):
         embed(Diverged(value), source, tiny().views)
 
 
