@@ -90,7 +90,8 @@ def run(words: list[str]) -> int:
     if request.checkpoints and (request.runs != 1 or request.against not in ("", "none")):
         raise UserError("--checkpoints looks at one run, once: leave --runs and --against out.")
     given = _given(words)
-    check_given(settings, given)
+    if settings is not None:  # `all` has none of its own
+        check_given(name, settings, given)
     _evaluate(name, request, settings, given, command=shlex.join(["co2", "evaluate", *words]))
     return 0
 

@@ -99,16 +99,9 @@ def settings_of(protocol: str, preset: Preset, recipe: str = "") -> Any:
     return found.paper
 
 
-def check_given(settings: Any, given: Collection[str]) -> None:
+def check_given(protocol: str, settings: plain.ProtocolSettings, given: Collection[str]) -> None:
     """Refuse settings that the user gave, by name, though nothing looks at them."""
-    if not isinstance(settings, plain.LinearSettings):
-        return
-    other = "sgd" if settings.solver == "lbfgs" else "lbfgs"
-    idle = [name for name in plain.LINEAR_ONLY[other] if name in given]
-    if idle:
-        options = " and ".join(f"--{name.replace('_', '-')}" for name in idle)
-        whose = "the quick preset's" if settings.solver == "lbfgs" else "the paper's"
-        raise UserError(
-            f"linear: {options} would do nothing with --solver {settings.solver}, {whose}. "
-            f"Give --solver {other} too, or --protocol {'paper' if other == 'sgd' else 'quick'}."
-        )
+    for names, why in settings.idle():
+        options = " and ".join(f"--{name.replace('_', '-')}" for name in names if name in given)
+        if options:
+            raise UserError(f"{protocol}: {options} would do nothing {why}")

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from co2.errors import UserError
-from co2.evaluation.specification import check, check_sgd
+from co2.evaluation.specification import Idle, ProtocolSettings, check, check_sgd
 
 
 @dataclass(frozen=True)
-class DetectionSettings:
+class DetectionSettings(ProtocolSettings):
     """Faster R-CNN on a ResNet's C4 features, all layers fine-tuned."""
 
     train: str = "trainval07+12"
@@ -85,9 +85,12 @@ class DetectionSettings:
             raise UserError("detection: longest must not be less than the sizes of the shorter side.")
         check("detection", self, "above 0", "anchor_sizes", "anchor_ratios")
 
+    def idle(self) -> tuple[Idle, ...]:
+        return () if self.warmup else (Idle(("warmup_factor",), "with --warmup 0. Give more iterations of it."),)
+
 
 @dataclass(frozen=True)
-class SegmentationSettings:
+class SegmentationSettings(ProtocolSettings):
     """A fully convolutional network with atrous conv5 and two dilated layers, all layers fine-tuned."""
 
     train: str = "train_aug2012"

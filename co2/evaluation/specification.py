@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from co2.errors import UserError
 
@@ -53,8 +53,24 @@ def check_crop_scale(protocol: str, settings: Any) -> None:
         raise UserError(f"{protocol}: crop_scale must be the smaller share first; got {smallest} {largest}.")
 
 
+class Idle(NamedTuple):
+    """Settings that nothing looks at, as the others are."""
+
+    names: tuple[str, ...]
+    why: str
+    """How a sentence ends that begins with "--ks would do nothing", and what to do about it."""
+
+
+class ProtocolSettings:
+    """What a protocol can be told."""
+
+    def idle(self) -> tuple[Idle, ...]:
+        """What has no effect, because other settings make it so."""
+        return ()
+
+
 @dataclass(frozen=True)
-class KnnSettings:
+class KnnSettings(ProtocolSettings):
     """k nearest neighbours by cosine, each voting with exp(similarity / temperature) (Wu et al. 2018)."""
 
     k: int = 200
@@ -77,9 +93,14 @@ class KnnSettings:
         check("knn", self, "above 0", "temperature")
         check("knn", self, "at least 0", "bank_images", "query_images")
 
+    def idle(self) -> tuple[Idle, ...]:
+        if self.best_k:
+            return (Idle(("k",), "with --best-k, which chooses among --ks. Leave one of them out."),)
+        return (Idle(("ks",), "without --best-k, which chooses among them. Give it too, or one --k."),)
+
 
 @dataclass(frozen=True)
-class LinearSettings:
+class LinearSettings(ProtocolSettings):
     """One linear layer on the pooled features of a frozen backbone."""
 
     solver: Literal["sgd", "lbfgs"] = "sgd"
@@ -125,9 +146,18 @@ class LinearSettings:
         check("linear", self, "between 0 and 1", "held_out")
         check("linear", self, "above 0", "strengths")
 
+    def idle(self) -> tuple[Idle, ...]:
+        if self.solver == "sgd":
+            only_lbfgs = ("crops", "plain", "strengths", "held_out", "iterations")
+            return (Idle(only_lbfgs, "with --solver sgd, the paper's. Give --solver lbfgs too, or --protocol quick."),)
+        only_sgd = ("epochs", "learning_rate", "milestones", "decay", "momentum", "weight_decay", "batch_size")
+        why = "with --solver lbfgs, the quick preset's. Give --solver sgd too, or --protocol paper."
+        no_crops = Idle(("crop_scale",), "with --crops 0. Give another number of crops.")
+        return (Idle(only_sgd, why), *([] if self.crops else [no_crops]))
+
 
 @dataclass(frozen=True)
-class SemiSupervisedSettings:
+class SemiSupervisedSettings(ProtocolSettings):
     """The whole network, fine-tuned on few labels."""
 
     fractions: tuple[float, ...] = (0.01, 0.1)
@@ -163,9 +193,13 @@ class SemiSupervisedSettings:
         check_crop_scale("semi-supervised", self)
         check("semi-supervised", self, "above 0", "head_learning_rate", "baseline_learning_rate")
 
+    def idle(self) -> tuple[Idle, ...]:
+        names = ("baseline_epochs", "baseline_learning_rate")
+        return () if self.baseline else (Idle(names, "without --baseline. Give it too."),)
+
 
 @dataclass(frozen=True)
-class SvmSettings:
+class SvmSettings(ProtocolSettings):
     """A linear support vector machine for each class of PASCAL VOC, on pooled features (Goyal et al. 2019)."""
 
     train: str = "trainval2007"
@@ -188,7 +222,7 @@ class SvmSettings:
 
 
 @dataclass(frozen=True)
-class LabelFreeSettings:
+class LabelFreeSettings(ProtocolSettings):
     """What can be said of a backbone without any label."""
 
     images: int = 10_000
@@ -201,18 +235,11 @@ class LabelFreeSettings:
         check("label-free", self, "at least 1", "k")
 
 
-Settings = KnnSettings | LinearSettings | SemiSupervisedSettings | SvmSettings | LabelFreeSettings
-
 KNN_PAPER = KnnSettings()
 KNN_QUICK = KnnSettings(bank_images=50_000, query_images=10_000)
 
 LINEAR_PAPER = LinearSettings()
 LINEAR_QUICK = LinearSettings(solver="lbfgs")
-# What the other solver never looks at.
-LINEAR_ONLY = {
-    "sgd": ("epochs", "learning_rate", "milestones", "decay", "momentum", "weight_decay", "batch_size"),
-    "lbfgs": ("crops", "plain", "strengths", "held_out", "iterations"),
-}
 
 SEMI_SUPERVISED_PAPER = SemiSupervisedSettings(baseline=True)  # whose rows stand in its table, too
 SEMI_SUPERVISED_PAPER_V1 = replace(SEMI_SUPERVISED_PAPER, weight_decay=5e-4)

@@ -358,5 +358,5 @@ def _changed(settings: Any, changes: Mapping[str, Any], protocol: str) -> Any:
         if name not in known:
             raise UserError(f"{protocol} has no setting '{name}'.{did_you_mean(name, known)}")
     changed = replace(settings, **changes)
-    check_given(changed, changes)
+    check_given(protocol, changed, changes)
     return changed

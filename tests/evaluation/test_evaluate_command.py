@@ -188,6 +188,17 @@ def test_settings_that_would_do_nothing_are_refused(capsys, tmp_path):
     assert "--epochs and --batch-size would" in refused(capsys, "linear", *rest, "--epochs=100", "--batch-size", "64")
     for options in (["--solver", "sgd", "--crops", "2"], ["--protocol", "paper", "--strengths", "1"]):
         assert "would do nothing with --solver sgd" in refused(capsys, "linear", *rest, *options)
+    idle = {
+        "knn --ks 5 10": "--ks would do nothing without --best-k",
+        "knn --best-k --k 5": "--k would do nothing with --best-k",
+        "linear --crops 0 --plain --crop-scale 0.5 1": "--crop-scale would do nothing with --crops 0",
+        "semi-supervised --baseline-epochs 5 --baseline-learning-rate 1": "--baseline-epochs and "
+        "--baseline-learning-rate would do nothing without --baseline",
+        "detection --warmup 0 --warmup-factor 0.1": "--warmup-factor would do nothing with --warmup 0",
+    }
+    for words, why in idle.items():
+        name, *options = words.split()
+        assert f"{name}: {why}" in refused(capsys, name, *rest, *options)
     with pytest.raises(UserError, match="--epochs would do nothing"):
         suite.evaluate("linear", "random:co2/resnet10-narrow", data="shapes:40:32", epochs=3)
 
