@@ -205,7 +205,8 @@ def _title(plan: Plan, told_by: Sequence[str] = ()) -> str:
 def _contents(titles: Sequence[str]) -> str:
     """Links to the parts, by the names that Markdown's readers give to headings: letters, digits and hyphens."""
     names = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
-    return "\n".join(f"- [{title}](#{name})" for title, name in zip(titles, names, strict=True))
+    links = [f"- [{title}](#{name})" for title, name in zip(titles, names, strict=True)]
+    return "\n".join(["## The studies", "", *links])  # a heading, since notes before it may have their own
 
 
 def _about_the_base(plan: Plan, folder: Path, page: Path) -> str:

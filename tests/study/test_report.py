@@ -127,6 +127,13 @@ def test_notes_may_begin_with_the_heading_of_the_page(planned, tmp_path, notes, 
     assert then.startswith(begins)
 
 
+def titles_of(text):
+    """What the parts of a page are called, which its list of them comes before."""
+    contents, *titles = [line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")]
+    assert contents == "The studies"
+    return titles
+
+
 def test_parts_of_a_page_are_called_by_what_tells_them_apart(planned, tmp_path):
     own = {"epochs": 3, "base": "demo-co2", "set": ()}
     folders = {
@@ -142,7 +149,7 @@ def test_parts_of_a_page_are_called_by_what_tells_them_apart(planned, tmp_path):
         }.items()
     }
     text = write_page(list(folders.values()), tmp_path / "page.md").read_text()
-    titles = [line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")]
+    titles = titles_of(text)
     judged = "judged on 10% of the training images"
     assert titles == [
         "shapes:40:16, 2 epochs",
@@ -171,11 +178,11 @@ def test_heads_and_instance_temperatures_tell_studies_apart(planned, tmp_path):
         )
     ]
     text = write_page(folders, tmp_path / "page.md").read_text()
-    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    titles = titles_of(text)
     assert titles == [
-        "## shapes:40:16, 3 epochs, linear head",
-        "## shapes:40:16, 3 epochs, MLP head, instance temperature 0.1",
-        "## shapes:40:16, 3 epochs, MLP head, instance temperature 0.2",
+        "shapes:40:16, 3 epochs, linear head",
+        "shapes:40:16, 3 epochs, MLP head, instance temperature 0.1",
+        "shapes:40:16, 3 epochs, MLP head, instance temperature 0.2",
     ]
     assert "groups of batch statistics, a linear head, an instance temperature of" in text
     assert "groups of batch statistics, an MLP head, an instance temperature of 0.2, a learning rate" in text
@@ -187,8 +194,8 @@ def test_a_batch_tells_studies_apart_and_not_the_learning_rate_that_follows_it(p
         for size in (8, 16)
     ]
     text = write_page(folders, tmp_path / "page.md").read_text()
-    titles = [line for line in text.splitlines() if line.startswith("## ")]
-    assert titles == ["## shapes:40:16, 3 epochs, batch 8", "## shapes:40:16, 3 epochs, batch 16"]
+    titles = titles_of(text)
+    assert titles == ["shapes:40:16, 3 epochs, batch 8", "shapes:40:16, 3 epochs, batch 16"]
 
 
 def test_a_warm_up_tells_studies_apart(planned, tmp_path):
@@ -197,8 +204,8 @@ def test_a_warm_up_tells_studies_apart(planned, tmp_path):
         for share in (0, 0.05)
     ]
     text = write_page(folders, tmp_path / "page.md").read_text()
-    titles = [line for line in text.splitlines() if line.startswith("## ")]
-    assert titles == ["## shapes:40:16, 2 epochs, no warm-up", "## shapes:40:16, 2 epochs, warm-up 5%"]
+    titles = titles_of(text)
+    assert titles == ["shapes:40:16, 2 epochs, no warm-up", "shapes:40:16, 2 epochs, warm-up 5%"]
     assert text.count("warmed up over the first 5% of the run;") == 1
 
 
@@ -208,8 +215,8 @@ def test_views_that_grow_tell_studies_apart(planned, tmp_path):
         for name, sizes in (("all alike", "[]"), ("growing", "[16,24]"))
     ]
     text = write_page(folders, tmp_path / "page.md").read_text()
-    titles = [line for line in text.splitlines() if line.startswith("## ")]
-    assert titles == ["## shapes:40:16, 3 epochs, 32 pixels", "## shapes:40:16, 3 epochs, 16 then 24 then 32 pixels"]
+    titles = titles_of(text)
+    assert titles == ["shapes:40:16, 3 epochs, 32 pixels", "shapes:40:16, 3 epochs, 16 then 24 then 32 pixels"]
     assert text.count("views of 16 then 24 then 32 pixels, crops") == 1
 
 
