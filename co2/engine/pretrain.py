@@ -353,7 +353,7 @@ class Run:
         self._record("epoch", values)
         self.display.epoch(epochs_done, values)
         if epochs_done:
-            self._advise(self.advisor.after_epoch(values))
+            self._advise(self.advisor.after_epoch(epochs_done, self.trainer.step, values))
         else:
             self.advisor.untrained(values)
 

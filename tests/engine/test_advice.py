@@ -10,6 +10,11 @@ def advisor(**changes):
     return Advisor(recipes.moco_small().edit(**changes), has_batch_norm=True)
 
 
+def after_epoch(ours, values, epoch=20, step=2000):
+    """Of 200 epochs."""
+    return ours.after_epoch(epoch, step, values)
+
+
 def test_a_loss_that_rises_while_the_queue_fills_is_explained_once():
     ours = advisor()  # 4,096 keys at 512 a step: full at step 8
     assert ours.after_interval(2, {"loss": 4.0, "top1": 0.5}) == []
@@ -50,8 +55,8 @@ def test_perfect_accuracy_among_random_vectors_is_nothing_to_worry_about(step):
 def test_collapse_is_told_and_health_is_not():
     ours = advisor()
     healthy = {"mean_norm": 0.2, "effective_rank": 40.0, "uniformity": -2.5}
-    assert ours.after_epoch(healthy) == []
-    (text,) = ours.after_epoch({"mean_norm": 0.999, "effective_rank": 1.1, "uniformity": -0.01})
+    assert after_epoch(ours, healthy) == []
+    (text,) = after_epoch(ours, {"mean_norm": 0.999, "effective_rank": 1.1, "uniformity": -0.01})
     assert "collapsed" in text
 
 
@@ -65,10 +70,10 @@ def health(rank):
 def test_a_start_that_narrows_the_embeddings_is_told_with_its_remedy():
     ours = advisor(**COLD)
     ours.untrained(health(48.0))
-    (text,) = ours.after_epoch(health(5.0))
+    (text,) = after_epoch(ours, health(5.0))
     assert "effective rank 5.0, untrained 48.0" in text
     assert "--optimisation.warm-up 0.05, or" in text
-    assert ours.after_epoch(health(4.0)) == []
+    assert after_epoch(ours, health(4.0)) == []
 
 
 @pytest.mark.parametrize(
@@ -83,13 +88,36 @@ def test_a_start_that_narrows_the_embeddings_is_told_with_its_remedy():
 def test_the_remedy_for_a_narrow_start_is_one_that_the_run_does_not_have(changes, remedy):
     ours = advisor(**changes)
     ours.untrained(health(48.0))
-    assert remedy in ours.after_epoch(health(5.0))[0]
+    assert remedy in after_epoch(ours, health(5.0))[0]
 
 
 def test_embeddings_that_narrow_a_little_or_later_or_in_a_continued_run_are_not_a_narrow_start():
     ours = advisor()
-    assert ours.after_epoch(health(5.0)) == []  # continued: what the untrained network had is not known
+    assert after_epoch(ours, health(5.0)) == []  # continued: what the untrained network had is not known
     ours = advisor(**COLD)
     ours.untrained(health(48.0))
-    assert ours.after_epoch(health(17.0)) == []
-    assert ours.after_epoch(health(5.0)) == []
+    assert after_epoch(ours, health(17.0)) == []
+    assert after_epoch(ours, health(5.0)) == []
+
+
+def drawn_together(mean_norm=0.8):
+    return {"mean_norm": mean_norm, "effective_rank": 40.0, "uniformity": -1.2}
+
+
+def test_embeddings_that_the_term_has_drawn_together_are_told_late_in_the_run():
+    ours = advisor(objective={"alpha": 10.0, "tau_consistency": 0.04})
+    assert after_epoch(ours, drawn_together(), epoch=149) == []
+    (text,) = after_epoch(ours, drawn_together(), epoch=150)
+    assert "a length of 0.80" in text
+    assert "Lower --objective.alpha or raise --objective.tau-consistency, or let it rise over the whole run" in text
+    assert after_epoch(ours, drawn_together(), epoch=200) == []  # once
+
+
+@pytest.mark.parametrize(("alpha", "mean_norm", "step"), [(0.0, 0.8, 2000), (10.0, 0.69, 2000), (10.0, 0.8, 999)])
+def test_without_the_term_or_spread_out_or_hardly_begun_nothing_is_said_of_its_strength(alpha, mean_norm, step):
+    assert after_epoch(advisor(objective={"alpha": alpha}), drawn_together(mean_norm), epoch=200, step=step) == []
+
+
+def test_a_term_that_rises_already_is_not_told_to():
+    (text,) = after_epoch(advisor(objective={"alpha": 10.0, "ramp_up": 1.0}), drawn_together(), epoch=200)
+    assert "--objective.ramp-up" not in text
