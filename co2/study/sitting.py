@@ -456,10 +456,13 @@ class _Sitting:
         at_once = min(self.circumstances.jobs, len(self.waiting) + len(self.running))
         return f" About {duration(spent / done * left / at_once)} left."
 
+    def _doing(self, one: _Process) -> str:
+        if (self.circumstances.runs / one.cell.name / BACKBONE).is_file():
+            return "being judged"
+        return f"at epoch {self._epoch(one):.0f}/{one.cell.experiment.epochs}"
+
     def _status(self) -> str:
-        stands = ", ".join(
-            f"{one.cell.name} at epoch {self._epoch(one):.0f}/{one.cell.experiment.epochs}" for one in self.running
-        )
+        stands = ", ".join(f"{one.cell.name} {self._doing(one)}" for one in self.running)
         return f"{self._number_done()} of {self.cells} cells done; {stands or 'none running'}.{self._time_left()}"
 
     @contextmanager

@@ -740,6 +740,9 @@ def test_time_left_follows_from_what_is_done(planned, monkeypatch):
     _log(folder / "runs" / todo[1].name, epoch=1.0, step=3)
     work.running = [sitting._Process(todo[1], None, None, None, 0, 0.0, began=time.monotonic() - 120)]
     assert work._time_left() == " About 10 minutes left."
+    assert f"{todo[1].name} at epoch 1/2. About" in work._status()
+    (folder / "runs" / todo[1].name / "backbone.safetensors").touch()
+    assert f"{todo[1].name} being judged." in work._status()
     assert duration(7200) == "2.0 hours"
 
 
