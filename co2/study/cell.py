@@ -212,7 +212,7 @@ def _compose(
         "data": dict(data),
         "evaluations": evaluations,
         "seconds": _seconds(run, by_kind["train"], experiment),
-        "made_with": made_with(device) | {"command": job.command},
+        "made_with": made_with(device) | {"commit": _commits(run), "command": job.command},
         "backbone_sha256": backbone,
         "curves": {kind: columns(by_kind[kind]) for kind in ("train", "epoch")},
         "advice": [row["text"] for row in by_kind["advice"]],
@@ -221,7 +221,7 @@ def _compose(
 
 
 def made_with(device: torch.device) -> dict[str, Any]:
-    """Versions, device and commit behind a number."""
+    """Versions and device behind a number."""
     return {
         "co2": co2.__version__,
         "python": platform.python_version(),
@@ -231,7 +231,6 @@ def made_with(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cores": cores(),
-        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -245,14 +244,15 @@ def _sessions_file(run: Path) -> Path:
 
 @contextmanager
 def _session(run: Path) -> Iterator[None]:
-    """Note when work on a cell begins and ends. One that was killed ended when its last line was logged."""
+    """Note when work on a cell begins and ends, and with which commit: the checkout may move on while it trains. One
+    that was killed ended when its last line was logged."""
     path = _sessions_file(run)
     sessions = _read_sessions(path)
     if sessions and sessions[-1]["ended"] is None:
         metrics = run / METRICS
         last = metrics.stat().st_mtime if metrics.is_file() else sessions[-1]["began"]
         sessions[-1]["ended"] = max(last, sessions[-1]["began"])
-    sessions.append({"began": time.time(), "ended": None})
+    sessions.append({"began": time.time(), "ended": None, "commit": commit()})
     _write_sessions(path, sessions)
     try:
         yield
@@ -271,6 +271,12 @@ def _read_sessions(path: Path) -> list[dict[str, Any]]:
 
 def _write_sessions(path: Path, sessions: list[Any]) -> None:
     write_atomically(path, (json.dumps(sessions) + "\n").encode())
+
+
+def _commits(run: Path) -> str | None:
+    """Of the code that worked on the cell; several where a later sitting had another."""
+    found = [one.get("commit") for one in _read_sessions(_sessions_file(run))]
+    return " then ".join(dict.fromkeys(filter(None, found))) or None
 
 
 def _seconds(run: Path, train: list[dict[str, Any]], experiment: Experiment) -> dict[str, float | int]:

@@ -705,6 +705,20 @@ def test_a_killed_session_ended_with_the_last_line_that_it_logged(tmp_path, read
     assert last["ended"] >= last["began"] > 1060
 
 
+def test_a_record_names_the_commits_that_a_cell_was_begun_with(planned, monkeypatch, read_json):
+    """A checkout may be at another commit when hours of training are over."""
+    folder, plan = planned("curves", seeds=(0,))
+    heads = iter(["aaa", "bbb", "bbb"])
+    monkeypatch.setattr(cells, "commit", lambda: next(heads))
+    _, path = next(jobs_of(plan, "curves", folder))
+    run = path.with_name(path.name.removesuffix(".job.json"))
+    with cells._session(run):  # a sitting that was stopped before the first step
+        pass
+    assert work_on(str(path)) == 0
+    assert read_json(record_path(folder, run.name))["made_with"]["commit"] == "aaa then bbb"
+    assert next(heads) == "bbb"  # asked once, when the process began
+
+
 def test_two_sittings_do_not_share_a_job_file(planned, monkeypatch):
     folder, plan = planned("curves")
     cell = plan.cells("curves")[0]
