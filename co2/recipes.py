@@ -137,8 +137,8 @@ def co2_small() -> Experiment:
 
     alpha and tau_con were chosen on a part of CIFAR-10's training images, in runs of 200 epochs (docs/SETTINGS.md). The
     paper's own, 10 and 0.04, are far too strong at this scale: what counts is about alpha / tau_con^2. With a hundred
-    classes in place of ten (Tiny-ImageNet-100) a weight that rises over the whole run did better (`ramp_up` 1), with a
-    sharper target.
+    classes in place of ten (Tiny-ImageNet-100) a weight that rises over the whole run did better (`ramp_up` 1), in
+    the runs there are, of one seed each.
     """
     return moco_small().edit(recipe="co2-small", objective={"alpha": 20.0})
 

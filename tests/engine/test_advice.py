@@ -109,7 +109,8 @@ def test_embeddings_that_the_term_has_drawn_together_are_told_late_in_the_run():
     assert after_epoch(ours, drawn_together(), epoch=149) == []
     (text,) = after_epoch(ours, drawn_together(), epoch=150)
     assert "a length of 0.80" in text
-    assert "Lower --objective.alpha or raise --objective.tau-consistency, or let it rise over the whole run" in text
+    assert "a lower --objective.alpha or a higher --objective.tau-consistency, or lets alpha rise over" in text
+    assert "may be too strong" in text
     assert after_epoch(ours, drawn_together(), epoch=200) == []  # once
 
 
