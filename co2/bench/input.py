@@ -73,6 +73,7 @@ def run(experiment: Experiment, settings: InputBenchmark, data: str | None) -> d
         raise UserError("Say which images to read: co2 bench input DATA, or co2 bench input --make 5000.")
     check_out(settings.out, "input")
     device = choose_device(experiment.device)
+    made_with = provenance(device)
     with contextlib.ExitStack() as temporary:
         if settings.make is not None:
             data = temporary.enter_context(made_pictures(settings))
@@ -82,7 +83,7 @@ def run(experiment: Experiment, settings: InputBenchmark, data: str | None) -> d
         source = splits.train
         pieces = measure_pieces(experiment, source, device)
         found = [measure_input(experiment, source, device, asked, settings.seconds) for asked in settings.inputs]
-    record = provenance(device) | {
+    record = made_with | {
         "experiment": asdict(experiment),
         "data": settings.made or splits.description,
         "images": len(source),

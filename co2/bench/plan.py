@@ -70,6 +70,7 @@ def plan(experiment: Experiment, settings: PlanSettings) -> dict[str, Any]:
     device = choose_device(experiment.device)
     check_step(experiment.execution.step, device)
     check_out(settings.out, "plan")
+    made_with = provenance(device)
     source = open_data(settings.data).train if settings.data else None
     images = settings.images or (0 if source is None else len(source))
     check_sizes(experiment, [images])
@@ -78,7 +79,7 @@ def plan(experiment: Experiment, settings: PlanSettings) -> dict[str, Any]:
     forecast = foresee(speed, images, experiment.epochs)
     for line in answer(experiment, forecast, speed, device_name(device), device.type == "cuda"):
         print(line)
-    record = provenance(device) | {
+    record = made_with | {
         "experiment": asdict(experiment),
         "data": settings.data or None,
         "speed": asdict(speed),

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """The command, commit, versions and device behind the numbers."""
+    """The command, commit, versions and device behind the numbers. For before they are measured: a checkout may move on
+    meanwhile."""
     import torch
 
     import co2

@@ -85,6 +85,7 @@ def run(experiment: Experiment, settings: StepBenchmark) -> dict[str, Any]:
     for kind in kinds:
         check_step(kind, device)
     check_out(settings.out, "step")
+    made_with = provenance(device)
     rates = measure_rates(device)
     bound = bound_of(experiment, rates, number_bytes_on(device))
     announce(experiment, device, rates, bound)
@@ -95,7 +96,7 @@ def run(experiment: Experiment, settings: StepBenchmark) -> dict[str, Any]:
             for kind in dict.fromkeys(kinds)
         ]
     batch = experiment.batch_size
-    record = provenance(device) | {
+    record = made_with | {
         "experiment": asdict(experiment),
         "rates": asdict(rates),
         "bound": describe_bound(bound, batch),

@@ -106,6 +106,7 @@ def run(experiment: Experiment, settings: TrainBenchmark) -> dict[str, Any]:
     device = choose_device(experiment.device)
     check_step(experiment.execution.step, device)
     check_out(settings.out, "train")
+    made_with = provenance(device)
     if settings.data:
         experiment = experiment.edit(data=settings.data)
     with explained(experiment):
@@ -116,6 +117,7 @@ def run(experiment: Experiment, settings: TrainBenchmark) -> dict[str, Any]:
                 record = together(experiment.edit(data=folder), settings, device)
         else:
             record = together(experiment, settings, device)
+    record = made_with | record
     write_record(record, settings.out, "train")
     return record
 
@@ -133,7 +135,7 @@ def together(experiment: Experiment, settings: TrainBenchmark, device: torch.dev
     around = {WAITING: found.waiting * step_seconds}
     if found.views_seconds:
         around[MAKING_VIEWS] = found.views_seconds
-    record = provenance(device) | {
+    record = {
         "experiment": asdict(experiment),
         "data": settings.made or splits.description,
         "images": len(splits.train),
@@ -184,7 +186,7 @@ def sweep(experiment: Experiment, settings: TrainBenchmark, device: torch.device
         for row in rows
     ]
     show(f"the cost of an image, {experiment.recipe} on {device_name(device)}", table)
-    return provenance(device) | {"experiment": asdict(experiment), "sweep": rows, "spread": spread(rows)}
+    return {"experiment": asdict(experiment), "sweep": rows, "spread": spread(rows)}
 
 
 def spread(rows: list[dict[str, Any]]) -> float:

@@ -1,7 +1,9 @@
-"""Where a record goes: refused before anything is measured if it cannot be written there."""
+"""Where a record goes, refused before anything is measured if it cannot be written there; and what it was made with."""
 
 from __future__ import annotations
 
+import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +36,39 @@ def test_a_file_in_the_way_is_told_before_anything_is_measured(
         monkeypatch.setattr(f"co2.bench.{work}", measured)
     assert main([*words, "--device", "cpu", "--out", str(tmp_path / out)]) == 2
     assert f"{tmp_path / 'file'} is a file. Choose another --out." in capsys.readouterr().err
+
+
+SMALL = [
+    "--batch-size", "8", "--views.size", "16", "--encoder.backbone", "co2/resnet10-narrow", "--encoder.stem",
+    "small-stride-2", "--encoder.dimension", "16", "--negatives.size", "32", "--device", "cpu", "--workers", "0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "measuring"),
+    [
+        (["bench", "step", "moco-small", "--steps", "1"], "step.measure_step"),
+        (["bench", "train", "moco-small", "--data", "shapes:40:16", "--steps", "1"], "train.measure_training"),
+        (["bench", "train", "moco-small", "--images", "16", "--steps", "1"], "train.measure_training"),
+        (["bench", "input", "shapes:40:16", "--inputs", "workers", "--seconds", "0.01"], "input.measure_input"),
+        (["plan", "moco-small", "--images", "5000", "--seconds", "0.05"], "plan.measure"),
+    ],
+)
+def test_a_record_names_the_commit_that_was_measured_and_not_a_later_one(
+    words: list[str], measuring: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, function = measuring.split(".")
+    original, heads = getattr(import_module(f"co2.bench.{room}"), function), ["measured"]
+
+    def move_on(*arguments: Any, **named: Any) -> Any:
+        heads.append("later")
+        return original(*arguments, **named)
+
+    monkeypatch.setattr("co2.bench.record.commit", lambda: heads[-1])
+    monkeypatch.setattr(f"co2.bench.{measuring}", move_on)
+    assert main([*words, *SMALL, "--out", str(tmp_path / "record.json")]) == 0
+    assert heads == ["measured", "later"]
+    assert json.loads((tmp_path / "record.json").read_text())["commit"] == "measured"
 
 
 def test_places_for_a_record(tmp_path: Path) -> None:
