@@ -167,6 +167,27 @@ def stream_of_its_own(device: torch.device) -> Iterator[None]:
     default.wait_stream(stream)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came where nothing has to be finished first."""
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, by an error: what is to be taken back is, and a word can be said."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's business
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
     """Ctrl-C and SIGTERM end up in the list instead of ending the program in the middle of something."""

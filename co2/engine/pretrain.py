@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
@@ -44,7 +45,15 @@ from co2.engine.records import (
 from co2.engine.trainer import MEASURED, Trainer, check_step
 from co2.errors import RunError, UserError
 from co2.files import write_atomically
-from co2.machine import choose_device, choose_workers, ran_out_of_memory, stop_requests, stream_of_its_own
+from co2.machine import (
+    Terminated,
+    choose_device,
+    choose_workers,
+    interrupted_by_sigterm,
+    ran_out_of_memory,
+    stop_requests,
+    stream_of_its_own,
+)
 from co2.objective.contrast import why_not_fused
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch
@@ -57,9 +66,8 @@ BAD_SHARE = 0.1  # a data set with more unreadable images than this is not what 
 class Stopped(Exception):  # noqa: N818 - it is what the user asked for, not an error
     """The run was asked to stop, by Ctrl-C or by the system, and has written a checkpoint, if it has made a step."""
 
-    def __init__(self, run: Path, step: int, signal_number: int) -> None:
-        reached = f"after step {step:,}" if step else "before the first step"
-        super().__init__(f"Stopped {reached}. Everything is in {run}; go on with --resume.")
+    def __init__(self, words: str, signal_number: int) -> None:
+        super().__init__(words)
         self.signal_number = signal_number
 
 
@@ -75,7 +83,9 @@ def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str
         experiment = experiment.edit(data=str(data))
     run = Path(out or experiment.out or Path("runs", f"{experiment.recipe}-s{experiment.seed}"))
     experiment = experiment.edit(out=str(run))
-    with join_processes() as processes, ExitStack() as claimed:
+    with join_processes() as processes, ExitStack() as claimed, ExitStack() as starting:
+        if processes.count == 1:  # of many, one that waits for another could not be interrupted
+            starting.enter_context(_stopped_at_the_start())
         device = processes.each(lambda: choose_device(experiment.device, processes.launch))
         splits = processes.each(lambda: open_data(experiment.data))
         processes.use(device)
@@ -91,6 +101,7 @@ def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str
         with _explained(run), stream_of_its_own(device), closing(display):
             with _taken_back_if_refused(run, before) if processes.is_first else nullcontext():
                 started = Run(experiment, splits, device, run, processes, names[0], display)
+            starting.close()  # from here on there is something to keep
             started.execute()
     return run
 
@@ -165,6 +176,17 @@ def _check_objective(experiment: Experiment, device: torch.device) -> None:
 def _written_by_start(run: Path) -> list[Path]:
     """What a run may write before its first step, files before the folders that they are in."""
     return [run / METRICS, run / CONFIG, run / LOCK, run, *run.parents]
+
+
+@contextmanager
+def _stopped_at_the_start() -> Iterator[None]:
+    """What SIGTERM does to a run that has not begun to train; reading many images takes minutes."""
+    try:
+        with interrupted_by_sigterm():
+            yield
+    except Terminated:
+        words = "Stopped while the run was being started, with nothing changed. The same command starts it again."
+        raise Stopped(words, signal.SIGTERM) from None
 
 
 @contextmanager
@@ -299,7 +321,9 @@ class Run:
 
     def _stop(self, signal_number: int) -> None:
         self.processes.first(self.checkpoints.finish)
-        raise Stopped(self.folder, self.trainer.step, signal_number)
+        step = self.trainer.step
+        reached = f"after step {step:,}" if step else "before the first step"
+        raise Stopped(f"Stopped {reached}. Everything is in {self.folder}; go on with --resume.", signal_number)
 
     def _save(self) -> None:
         self._refuse_ruins()

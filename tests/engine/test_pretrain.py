@@ -309,6 +309,32 @@ def test_sigterm_writes_a_checkpoint_and_says_how_to_go_on(tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("room", ["open_data", "choose_input"])  # before and after it has claimed its folder
+def test_sigterm_while_a_run_starts_leaves_nothing_behind(tmp_path, monkeypatch, capsys, room):
+    before = signal.getsignal(signal.SIGTERM)
+    words = words_for(tmp_path / "new" / "run", "--epochs", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(f"co2.engine.pretrain.{room}", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+        assert main(words) == 128 + signal.SIGTERM
+    assert "The same command starts it again" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert main(words) == 0
+
+
+def test_sigterm_while_a_run_goes_on_again_keeps_it(tmp_path, monkeypatch):
+    words = words_for(tmp_path / "run", "--epochs", "2")
+    with monkeypatch.context() as patch:
+        StopAfter(patch, 4)
+        assert main(words) == 128 + signal.SIGINT
+    with monkeypatch.context() as patch:
+        patch.setattr("co2.engine.pretrain.choose_input", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+        assert main([*words, "--resume"]) == 128 + signal.SIGTERM
+    assert main([*words, "--resume"]) == 0
+    assert main(words_for(tmp_path / "undisturbed", "--epochs", "2")) == 0
+    assert_same_weights(tmp_path / "undisturbed", tmp_path / "run")
+
+
 def wait_for(condition, process, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
