@@ -1,4 +1,4 @@
-"""Compiles every kernel of `co2.objective.fused` for a GPU on a machine that has none, and prints what each one uses.
+"""Compiles every kernel of the fused objective for a GPU on a machine that has none, and prints what each one uses.
 
     python tests/objective/compile_kernels.py [capability, such as 90] [--few]
 
