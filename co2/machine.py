@@ -130,6 +130,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for products of bfloat16 numbers; without, those take longer."""
+    import torch
+
+    can = torch.cpu.get_capabilities()
+    return any(can.get(name, False) for name in ("avx512_bf16", "amx_bf16", "sve_bf16"))
+
+
 def commit(home: Path = Path(__file__).parents[1]) -> str | None:
     """Of the checkout that the code is run from, for records: with "-modified" where the package is not as committed.
 

@@ -8,7 +8,14 @@ import torch
 from torchvision.io import decode_jpeg, encode_jpeg
 
 import co2
-from co2.machine import choose_device, choose_workers, commit, stop_requests, stream_of_its_own
+from co2.machine import (
+    choose_device,
+    choose_workers,
+    commit,
+    multiplies_bfloat16,
+    stop_requests,
+    stream_of_its_own,
+)
 
 
 @pytest.mark.parametrize(("name", "message"), [("tpu9", "no device"), ("meta", "not supported")])
@@ -119,3 +126,17 @@ def test_what_is_installed_inside_somebody_elses_repository_has_no_commit(checko
 def test_without_git_there_is_no_commit(checkout, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert commit(checkout) is None
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "has"),
+    [
+        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, True),
+        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, False),
+        ({"architecture": "aarch64", "sve_bf16": True}, True),
+        ({"architecture": "aarch64"}, False),
+    ],
+)
+def test_a_processor_says_whether_it_multiplies_bfloat16(monkeypatch, capabilities, has):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert multiplies_bfloat16() == has

@@ -26,7 +26,7 @@ from co2.config import Experiment
 from co2.data.open import open_data
 from co2.data.source import ImageSource
 from co2.engine.pretrain import check_sizes
-from co2.engine.trainer import Trainer, check_step
+from co2.engine.trainer import Trainer, check_execution
 from co2.errors import UserError
 from co2.machine import choose_device
 
@@ -68,7 +68,7 @@ def plan(experiment: Experiment, settings: PlanSettings) -> dict[str, Any]:
     if settings.images is None and not settings.data:
         raise UserError("Say how many images there will be, --images 1281167, or where they are, --data PATH.")
     device = choose_device(experiment.device)
-    check_step(experiment.execution.step, device)
+    check_execution(experiment.execution, device)
     check_out(settings.out, "plan")
     made_with = provenance(device)
     source = open_data(settings.data).train if settings.data else None

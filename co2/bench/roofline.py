@@ -2,7 +2,7 @@
 
 Each operation takes at least as long as its products need at the device's measured matrix rate, and as its bytes need
 at the measured rate of a copy; the sum of the larger of both over all operations bounds the step. What is counted, with
-x the input of a layer, y its output, and b bytes for a number (2 on a GPU, where steps run in bfloat16; 4 on a CPU):
+x the input of a layer, y its output, and b bytes for a number (2 in bfloat16, as on every GPU; 4 in float32):
 
     convolution, linear   forward    y = W x                     one product; reads x and W, writes y
                           backward   gradients of x and of W     one product each; reads dy, W and dy, x, writes dx, dW.
@@ -215,19 +215,14 @@ def backward_work(layers: list[Layer], number_bytes: int) -> list[Work]:
 # ---------------------------------------------------------------- what the device can do
 
 
-def number_bytes_on(device: torch.device) -> int:
-    """Bytes of a number of an activation: steps run in bfloat16 on GPUs."""
-    return 2 if device.type == "cuda" else EXACT
-
-
-def measure_rates(device: torch.device) -> Rates:
+def measure_rates(device: torch.device, precision: torch.dtype) -> Rates:
     """The rates of a large copy and of a large product of random matrices, in the type that steps run in."""
     if device.type != "cuda":
-        return _measure_cpu()
+        return _measure_cpu(precision)
     from co2.bench.loss import measure, release
 
     with torch.cuda.device(device):
-        rates = Rates(_copy_rate(measure, device), _product_rate(measure, device))
+        rates = Rates(_copy_rate(measure, device), _product_rate(measure, device, precision))
         release()
     return rates
 
@@ -238,17 +233,17 @@ def _copy_rate(measure: Callable[..., dict[str, float]], device: torch.device) -
     return 2 * source.nbytes / measure(lambda: target.copy_(source), 0.2)["ms"] * 1e3
 
 
-def _product_rate(measure: Callable[..., dict[str, float]], device: torch.device) -> float:
+def _product_rate(measure: Callable[..., dict[str, float]], device: torch.device, precision: torch.dtype) -> float:
     n = 8192
-    left, right = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    left, right = (torch.randn(n, n, device=device, dtype=precision) for _ in range(2))
     return 2 * n**3 / measure(lambda: left @ right, 0.2)["ms"] * 1e3
 
 
-def _measure_cpu() -> Rates:
+def _measure_cpu(precision: torch.dtype) -> Rates:
     source = torch.randn(2**24)  # 64 MiB
     target = torch.empty_like(source)
     n = 1024
-    left, right = torch.randn(n, n), torch.randn(n, n)
+    left, right = (torch.randn(n, n, dtype=precision) for _ in range(2))
     copying, product = _best(lambda: target.copy_(source)), _best(lambda: left @ right)
     return Rates(2 * source.nbytes / copying, 2 * n**3 / product)
 

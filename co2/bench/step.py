@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -30,12 +30,11 @@ from co2.bench.roofline import (
     Rates,
     bound_of,
     measure_rates,
-    number_bytes_on,
 )
 from co2.bench.specification import StepBenchmark
 from co2.config import Experiment
 from co2.engine.capture import WARM_UP
-from co2.engine.trainer import Trainer, check_step
+from co2.engine.trainer import Trainer, check_execution, precision_on
 from co2.errors import UserError
 from co2.machine import choose_device
 from co2.views.loader import Batch
@@ -83,12 +82,13 @@ def run(experiment: Experiment, settings: StepBenchmark) -> dict[str, Any]:
     device = choose_device(experiment.device)
     kinds = settings.kinds or (experiment.execution.step,)
     for kind in kinds:
-        check_step(kind, device)
+        check_execution(replace(experiment.execution, step=kind), device)
     check_out(settings.out, "step")
     made_with = provenance(device)
-    rates = measure_rates(device)
-    bound = bound_of(experiment, rates, number_bytes_on(device))
-    announce(experiment, device, rates, bound)
+    precision = precision_on(device, experiment.execution.precision)
+    rates = measure_rates(device, precision)
+    bound = bound_of(experiment, rates, precision.itemsize)
+    announce(experiment, device, precision, rates, bound)
     with explained(experiment):
         libraries = prepare_libraries(experiment, device)
         found = [
@@ -319,12 +319,13 @@ def pays_from(kinds: dict[str, tuple[float, float]], batch: int) -> list[dict[st
     return rows
 
 
-def announce(experiment: Experiment, device: torch.device, rates: Rates, bound: Bound) -> None:
+def announce(experiment: Experiment, device: torch.device, precision: torch.dtype, rates: Rates, bound: Bound) -> None:
     """What is being measured, and the bound: said before, because large steps take minutes on a CPU."""
     print(
         f"{experiment.recipe}: {experiment.encoder.backbone} at {experiment.views.size} pixels, batch "
         f"{experiment.batch_size}, {experiment.encoder.groups} groups of batch statistics, "
-        f"{experiment.negatives.source} of {experiment.negatives.size:,}, on {device_name(device)}.\n"
+        f"{experiment.negatives.source} of {experiment.negatives.size:,}, on {device_name(device)} in "
+        f"{str(precision).removeprefix('torch.')}.\n"
         f"It copies {rates.bytes_per_second / 1e12:.3g} TB/s and multiplies "
         f"{rates.flops_per_second / 1e12:.3g} TFLOP/s; a step of {bound.flops / 1e12:.3g} TFLOP and "
         f"{bound.bytes / 1e9:.3g} GB takes {bound.seconds * 1e3:.3g} ms at least: "

@@ -24,7 +24,7 @@ from torch import Tensor
 from co2.bench.input import endless_batches, made_pictures, open_loader
 from co2.bench.parts import shares
 from co2.bench.record import check_out, device_name, provenance, show, write_record
-from co2.bench.roofline import bound_of, measure_rates, number_bytes_on
+from co2.bench.roofline import bound_of, measure_rates
 from co2.bench.specification import TrainBenchmark
 from co2.bench.step import (
     describe_bound,
@@ -41,7 +41,7 @@ from co2.config import Experiment
 from co2.data.open import open_data
 from co2.data.source import ArraySource, ImageSource
 from co2.engine.clock import Moment
-from co2.engine.trainer import Trainer, check_step
+from co2.engine.trainer import Trainer, check_execution, precision_on
 from co2.errors import UserError
 from co2.machine import choose_device, stream_of_its_own
 from co2.views.loader import Batch, ViewLoader
@@ -104,7 +104,7 @@ class TrainMeasurement:
 def run(experiment: Experiment, settings: TrainBenchmark) -> dict[str, Any]:
     """Measures, prints tables, and writes the record where `settings.out` says."""
     device = choose_device(experiment.device)
-    check_step(experiment.execution.step, device)
+    check_execution(experiment.execution, device)
     check_out(settings.out, "train")
     made_with = provenance(device)
     if settings.data:
@@ -125,8 +125,9 @@ def run(experiment: Experiment, settings: TrainBenchmark) -> dict[str, Any]:
 def together(experiment: Experiment, settings: TrainBenchmark, device: torch.device) -> dict[str, Any]:
     """Everything, on the user's images."""
     splits = open_data(experiment.data)
-    rates = measure_rates(device)
-    bound = bound_of(experiment, rates, number_bytes_on(device))
+    precision = precision_on(device, experiment.execution.precision)
+    rates = measure_rates(device, precision)
+    bound = bound_of(experiment, rates, precision.itemsize)
     found = measure_training(experiment, splits.train, device, settings.seconds, settings.steps)
     release(device)
     notes = list(found.notes)

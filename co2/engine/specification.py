@@ -54,6 +54,7 @@ class OptimisationSpecification:
 
 
 Step = Literal["auto", "eager", "captured", "compiled"]
+Precision = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,10 @@ class ExecutionSpecification:
     step: Step = "auto"
     """eager: as written; captured: replayed as a CUDA graph; compiled: by torch.compile and then captured, which takes
     a minute to start and more memory; auto: captured on a GPU, eager elsewhere and between several processes."""
+    precision: Precision = "auto"
+    """What encoders compute in; weights, losses and statistics are float32 in any case. auto: bfloat16 on a GPU, where
+    nothing else is to be had, and float32 on a CPU. On CPUs with products in bfloat16 (avx512_bf16, amx) that takes
+    about half the time, on others longer."""
     input: Literal["auto", "resident", "jpeg", "workers"] = "auto"
     """resident: all images on the GPU, augmented there; jpeg: decoded and augmented on the GPU; workers: by processes
     on the CPU; auto: the first of these that the data, the memory and the device allow."""

@@ -18,7 +18,7 @@ from co2.engine.distributed import ALONE, Processes
 from co2.engine.mechanisms import build_mechanism
 from co2.engine.optimisers import build_optimiser
 from co2.engine.schedule import consistency_weight, learning_rate
-from co2.engine.specification import Step
+from co2.engine.specification import ExecutionSpecification, Precision, Step
 from co2.errors import UserError
 from co2.objective.contrast import contrast
 from co2.views.loader import Batch
@@ -32,10 +32,17 @@ _COMPILER: dict[str, str | int | bool | Callable[..., Any]] = {"triton.mix_order
 _STEPS_DRAWN = 256  # ahead, of what is random about them
 
 
-def check_step(kind: Step, device: torch.device) -> None:
-    """Steps are only captured or compiled on GPUs."""
-    if kind in ("captured", "compiled") and device.type != "cuda":
-        raise UserError(f"A step is only {kind} on a GPU. Use eager or auto on this device, {device}.")
+def check_execution(execution: ExecutionSpecification, device: torch.device) -> None:
+    """Steps are only captured or compiled on GPUs, and only in bfloat16 there."""
+    if execution.step in ("captured", "compiled") and device.type != "cuda":
+        raise UserError(f"A step is only {execution.step} on a GPU. Use eager or auto on this device, {device}.")
+    if execution.precision == "float32" and device.type == "cuda":
+        raise UserError("On a GPU encoders compute in bfloat16. Use --execution.precision auto, or --device cpu.")
+
+
+def precision_on(device: torch.device, wanted: Precision) -> torch.dtype:
+    """What encoders compute in on a device."""
+    return torch.bfloat16 if device.type == "cuda" or wanted == "bfloat16" else torch.float32
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
@@ -75,7 +82,8 @@ class Trainer:
         self.rate = torch.zeros((), device=device) if on_gpu else 0.0
         self.alpha = torch.zeros((), device=device)
         self.optimiser = build_optimiser(self.mechanism, experiment.optimisation, self.rate)
-        self.autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu)
+        self.precision = precision_on(device, experiment.execution.precision)
+        self.autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == torch.bfloat16)
         self.step = 0
         self.images = images
         self._generators = _generators(device)
@@ -215,7 +223,8 @@ class Trainer:
         if self.device.type == "cuda":
             numbers = normalise_for_gpu(flat, self.experiment.views)
         else:
-            numbers = normalise(flat, self.experiment.views).contiguous(memory_format=torch.channels_last)
+            numbers = normalise(flat, self.experiment.views, self.precision)
+            numbers = numbers.contiguous(memory_format=torch.channels_last)
         return numbers.unflatten(0, views.shape[:2])
 
     def state(self) -> dict[str, Any]:

@@ -112,7 +112,8 @@ def test_the_objective_of_a_large_queue_is_five_products() -> None:
     assert difference[1][1] - difference[0][1] == 2 * 4 * more * 128
 
 
-def test_a_device_has_rates() -> None:
-    rates = measure_rates(torch.device("cpu"))
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_a_device_has_rates(precision: torch.dtype) -> None:
+    rates = measure_rates(torch.device("cpu"), precision)
     assert 1e8 < rates.bytes_per_second < 1e13
     assert 1e8 < rates.flops_per_second < 1e14

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from co2.bench import step
-from co2.bench.roofline import KEY_FORWARD, LOSS, QUERY_FORWARD
+from co2.bench.roofline import KEY_FORWARD, LOSS, QUERY_FORWARD, step_work
 from co2.bench.specification import StepBenchmark
 from co2.bench.step import FORWARD_AND_LOSS, parts_table, pays_from, run
 from co2.cli import main
@@ -79,6 +79,16 @@ def test_methods_without_keys_have_no_part_for_them(recipe: str, tmp_path: Path)
     assert main(["bench", "step", recipe, *SMALL, "--steps", "1", "--out", str(tmp_path / "a.json")]) == 0
     (kind,) = json.loads((tmp_path / "a.json").read_text())["kinds"]
     assert [part for part in PARTS if part != "key forward"] == list(kind["shares"])
+
+
+@pytest.mark.parametrize(("precision", "number_bytes"), [("float32", 4), ("bfloat16", 2)])
+def test_the_bound_is_that_of_the_precision(
+    tiny: Any, capsys: pytest.CaptureFixture[str], precision: str, number_bytes: int
+) -> None:
+    experiment = tiny(execution={"precision": precision})
+    bound = run(experiment, StepBenchmark(steps=1))["bound"]
+    assert bound["bytes"] == sum(work.bytes for work in step_work(experiment, number_bytes))
+    assert f"in {precision}." in capsys.readouterr().out
 
 
 def test_when_a_slow_start_pays() -> None:

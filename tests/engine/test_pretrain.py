@@ -22,7 +22,7 @@ from co2.data.fingerprint import fingerprint_of_names
 from co2.data.open import open_data
 from co2.engine import mechanisms
 from co2.engine.monitor import Monitor
-from co2.engine.pretrain import check_names, check_sizes, memory_advice, pretrain
+from co2.engine.pretrain import check_names, check_sizes, memory_advice, precision_advice, pretrain
 
 ALL_METHODS = [
     "demo-moco",
@@ -512,6 +512,36 @@ def test_a_step_for_gpus_is_refused_on_a_cpu_unless_the_run_comes_from_one(tiny,
     assert "as they are written" not in capsys.readouterr().out
     pretrain(tiny(epochs=1, resume=True, **for_a_gpu), out=tmp_path / "run")
     assert f"Steps are not {kind} but taken as they are written: the device is cpu." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("has_instructions", [True, False])
+@pytest.mark.parametrize("precision", ["auto", "float32", "bfloat16"])
+def test_who_could_compute_faster_is_told_how(tiny, tmp_path, capsys, monkeypatch, precision, has_instructions):
+    monkeypatch.setattr("co2.engine.pretrain.multiplies_bfloat16", lambda: has_instructions)
+    pretrain(tiny(epochs=1, execution={"precision": precision}), out=tmp_path / "run")
+    said = " ".join(capsys.readouterr().out.split())
+    remedies = {("auto", True): "bfloat16", ("bfloat16", False): "float32"}
+    for remedy in ("bfloat16", "float32"):
+        wanted = remedies.get((precision, has_instructions)) == remedy
+        assert (f"--execution.precision {remedy}" in said) == wanted
+
+
+def test_a_run_in_float32_that_goes_on_on_a_gpu_says_what_changes():
+    gpu = torch.device("cuda")
+    assert "bfloat16 from here on" in precision_advice(gpu, "float32")
+    assert precision_advice(gpu, "auto") is precision_advice(gpu, "bfloat16") is None
+
+
+def test_a_run_in_bfloat16_stopped_and_resumed_ends_with_identical_weights(tiny, tmp_path, monkeypatch):
+    rounded = {"execution": {"precision": "bfloat16"}}
+    undisturbed = pretrain(tiny(**rounded), out=tmp_path / "undisturbed")
+    with monkeypatch.context() as patch:
+        StopAfter(patch, 2)
+        with pytest.raises(co2.engine.pretrain.Stopped):
+            pretrain(tiny(**rounded), out=tmp_path / "stopped")
+    assert_same_weights(undisturbed, pretrain(tiny(resume=True, **rounded), out=tmp_path / "stopped"))
+    exact = weights(pretrain(tiny(), out=tmp_path / "exact"))
+    assert not torch.equal(exact["encoder.head.weight"], weights(undisturbed)["encoder.head.weight"])
 
 
 TOO_LITTLE = {"input": "resident", "resident_gib": 1e-6}

@@ -9,7 +9,9 @@ import torch
 from co2.checkpoint import CheckpointWriter, checkpoints, read_checkpoint
 from co2.engine import mechanisms
 from co2.engine.distributed import Processes
-from co2.engine.trainer import MEASURED, Trainer
+from co2.engine.specification import ExecutionSpecification
+from co2.engine.trainer import MEASURED, Trainer, check_execution, precision_on
+from co2.errors import UserError
 from co2.machine import Launch
 from co2.views.loader import Batch
 
@@ -54,6 +56,41 @@ def test_what_the_objective_is_told_has_an_effect_on_a_step(tiny, recipe, object
         change_by_a_step(tiny(recipe, objective={**strong, **more}), views) for more in ({}, objective)
     )
     assert any(not torch.allclose(plain[name], told[name], rtol=1e-3, atol=1e-8) for name in plain)
+
+
+@pytest.mark.parametrize("recipe", ["demo-co2", "co2-simclr-small", "co2-insdisc-small"])
+def test_in_bfloat16_encoders_compute_in_it_and_everything_else_does_not(tiny, recipe):
+    """And it is the same step but for rounding: the weights change nearly alike. (In one group of batch statistics:
+    among three images of noise variances are so small that rounding makes a large difference.)"""
+    views = torch.randint(0, 256, (2, B, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    together = {"groups": 1, "shuffle_keys": False}
+    changes = {}
+    for precision in ("float32", "bfloat16"):
+        experiment = tiny(recipe, negatives={"size": 30}, encoder=together, execution={"precision": precision})
+        change, reported = change_by_a_step(experiment, views)
+        changes[precision] = torch.cat([one.flatten() for one in change.values()]), reported["loss"]
+
+        trainer = Trainer(experiment, 40, 10, CPU)
+        computed_in = set()
+        first_layer = trainer.mechanism.encoder.backbone.conv1
+        first_layer.register_forward_hook(lambda *call, seen=computed_in: seen.add(call[-1].dtype))
+        trainer.train_step(Batch(torch.arange(B), views, [], B))
+        assert computed_in == {getattr(torch, precision)}
+        kept = trainer.mechanism.state_dict().values()
+        assert {tensor.dtype for tensor in kept if tensor.is_floating_point()} == {torch.float32}
+    (exact, exact_loss), (rounded, rounded_loss) = changes.values()
+    assert torch.cosine_similarity(exact, rounded, dim=0) > 0.95
+    assert not torch.equal(exact, rounded)
+    assert rounded_loss == pytest.approx(exact_loss, rel=0.02)
+
+
+def test_in_which_precision_a_device_computes():
+    gpu = torch.device("cuda")
+    assert precision_on(CPU, "auto") == precision_on(CPU, "float32") == torch.float32
+    assert precision_on(CPU, "bfloat16") == precision_on(gpu, "auto") == precision_on(gpu, "bfloat16") == torch.bfloat16
+    check_execution(ExecutionSpecification(precision="bfloat16"), gpu)
+    with pytest.raises(UserError, match="On a GPU encoders compute in bfloat16"):
+        check_execution(ExecutionSpecification(precision="float32"), gpu)
 
 
 @pytest.mark.parametrize("ramp_up", [0.0, 0.5])
