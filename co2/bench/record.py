@@ -47,7 +47,8 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     import torch
 
     if device.type != "cuda":
-        return {"name": "CPU", "cores": cores(), "threads": torch.get_num_threads()}
+        processor = torch.cpu.get_capabilities().get("cpu_name", platform.machine())
+        return {"name": "CPU", "processor": processor, "cores": cores(), "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,

@@ -42,6 +42,7 @@ def test_from_the_command_line_to_a_record(tmp_path: Path, capsys: pytest.Captur
     assert record["experiment"]["batch_size"] == 8
     assert record["versions"]["torch"] == torch.__version__
     assert {"command", "commit", "date", "device", "rates"} <= set(record)
+    assert {"processor", "cores", "threads"} <= set(record["device"])
     (kind,) = record["kinds"]
     assert kind["kind"] == kind["parts_of"] == "eager"
     assert len(kind["seconds"]) == 5
