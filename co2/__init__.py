@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from co2.engine.pretrain import pretrain as pretrain
     from co2.errors import UserError as UserError
     from co2.evaluation.suite import evaluate as evaluate
+    from co2.export import export_backbone as export_backbone
     from co2.objective.contrast import CO2Loss as CO2Loss
     from co2.objective.contrast import Contrast as Contrast
     from co2.objective.contrast import contrast as contrast
@@ -27,6 +28,7 @@ _HOME = {
     "contrast": "co2.objective.contrast",
     "Experiment": "co2.config",
     "evaluate": "co2.evaluation.suite",
+    "export_backbone": "co2.export",
     "UserError": "co2.errors",
     "load_backbone": "co2.checkpoint",
     "pretrain": "co2.engine.pretrain",

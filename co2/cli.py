@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -403,6 +404,31 @@ def _report(words: list[str]) -> int:
 
 
 @dataclass(frozen=True)
+class ExportSettings:
+    """Write a backbone in the form that another tool reads, and say how it is taken up there."""
+
+    backbone: Annotated[str, tyro.conf.Positional]
+    """What to write: a run folder, a backbone.safetensors, a checkpoint of a run, or an official MoCo checkpoint."""
+    to: Literal["torchvision", "timm", "detectron2", "onnx"]
+    """torchvision, timm, detectron2: its weights, by the names that each has for them. onnx: the network itself,
+    normalised images in and pooled features out, for any number of images."""
+    out: str | None = None
+    """The file to write; by default named after the network, in the current folder."""
+    view_size: int | None = None
+    """Side of the images that it will be shown, in pixels, instead of what it was trained with."""
+
+
+def _export(words: list[str]) -> int:
+    settings = tyro.cli(ExportSettings, args=words, prog="co2 export")
+
+    from co2.export import export_backbone
+
+    exported = export_backbone(settings.backbone, settings.to, settings.out, view_size=settings.view_size)
+    print(f"Wrote {exported.path}. To take it up:\n\n{textwrap.indent(exported.usage, '    ')}\n")
+    return 0
+
+
+@dataclass(frozen=True)
 class Command:
     """A word after `co2`."""
 
@@ -416,6 +442,7 @@ COMMANDS: dict[str, Command] = {
     "recipes": Command("recipes [NAME]", "what each recipe is, in a table; or all settings of one", _recipes),
     "demo": Command("demo", "MoCo and MoCo + CO2 side by side, in minutes, on any computer", _demo),
     "evaluate": Command("evaluate PROTOCOL", "how good a backbone is, by the paper's protocols and others", _evaluate),
+    "export": Command("export BACKBONE", "write a backbone for torchvision, timm, Detectron2 or ONNX", _export),
     "report": Command("report RUN ...", "run folders on one page: curves, outcomes, what differs", _report),
     "study": Command("study NAME", "the paper's comparisons and ablations, or your own, as grids of runs", _study),
     "bench": Command("bench KIND", "how fast training and its parts are on your machine", _bench),

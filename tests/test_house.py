@@ -27,6 +27,7 @@ ORDER = [
     "checkpoint",
     "engine",
     "evaluation",
+    "export",
     "report",
     "study",
     "bench",

@@ -184,7 +184,7 @@ def _named(name: str, view_size: int | None, seed: int, embeddings: bool) -> Sub
         if name in list_models():
             hint = f" Did you mean 'torchvision/{name}'?"
         raise UserError(
-            f"There is no '{name}' to evaluate.{hint} Give a run folder, a backbone.safetensors, an official MoCo "
+            f"There is no backbone '{name}'.{hint} Give a run folder, a backbone.safetensors, an official MoCo "
             "checkpoint (.pth.tar), torchvision/NAME or timm/NAME (with :DEFAULT for its published weights), or random."
         )
     from_checkpoint = path.is_dir() and (embeddings or not (path / BACKBONE).is_file())

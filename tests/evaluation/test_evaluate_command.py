@@ -479,7 +479,7 @@ def test_mistakes_are_told_plainly(capsys, tmp_path, pretrained_run):
     assert "needs PASCAL VOC's layout" in refused(capsys, "svm", pretrained_run, "--out", tmp_path, *CPU)
     assert "--checkpoints is for label-free" in refused(capsys, "knn", "random", "--checkpoints")
     assert "--runs" in refused(capsys, "knn", pretrained_run, "--runs", "0", "--out", tmp_path, *CPU)
-    assert "There is no 'nothing'" in refused(capsys, "knn", "nothing", "--data", "shapes")
+    assert "There is no backbone 'nothing'" in refused(capsys, "knn", "nothing", "--data", "shapes")
     (tmp_path / "file").touch()
     assert "Give another --out" in refused(capsys, "knn", pretrained_run, "--out", tmp_path / "file" / "x", *CPU)
     nothing = refused(capsys, "all", "random:co2/resnet10-narrow", "--view-size", "32", "--out", tmp_path, *CPU)

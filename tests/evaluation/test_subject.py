@@ -307,7 +307,7 @@ def test_model_names(monkeypatch):
         open_subject("torchvision/resnet19")
     with pytest.raises(co2.UserError, match=r"no weights 'DEFUALT'.*Did you mean 'DEFAULT'"):
         open_subject("torchvision/resnet18:DEFUALT")
-    with pytest.raises(co2.UserError, match="There is no 'runs/nowhere'"):
+    with pytest.raises(co2.UserError, match="There is no backbone 'runs/nowhere'"):
         open_subject("runs/nowhere")
     with pytest.raises(co2.UserError, match="Did you mean 'torchvision/resnet50'"):
         open_subject("resnet50")
