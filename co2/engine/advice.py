@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from co2.config import Experiment
 
@@ -28,7 +29,19 @@ class Advisor:
         self.has_batch_norm = has_batch_norm
         self._told: set[str] = set()
         self._lowest_loss = float("inf")
-        self._untrained_rank = 0.0  # unknown in a run that is continued
+        self._untrained_rank = 0.0  # unknown until it is measured
+
+    def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """What a run has written before it is continued: what there was to say of it has been said."""
+        for row in rows:
+            values = {name: value for name, value in row.items() if isinstance(value, int | float)}
+            if row["kind"] == "train" and values.keys() >= {"loss", "top1"}:
+                self.after_interval(row["step"], values)
+            elif row["kind"] == "epoch" and values.keys() >= {"epoch", "uniformity", "effective_rank", "mean_norm"}:
+                if row["step"] == 0:
+                    self.untrained(values)
+                else:
+                    self.after_epoch(round(values["epoch"]), row["step"], values)
 
     def after_interval(self, step: int, values: Mapping[str, float]) -> list[str]:
         """What a logging interval's averages show."""
@@ -54,11 +67,11 @@ class Advisor:
     def after_epoch(self, epochs_done: int, step: int, values: Mapping[str, float]) -> list[str]:
         """What the health at the end of an epoch shows."""
         untrained_rank, self._untrained_rank = self._untrained_rank, 0.0  # compared with the first measurement alone
-        # An untrained network's features can lie close together too; one point is what no training leaves behind.
+        # An untrained network's embeddings can lie close together too; one point is what no training leaves behind.
         if values["uniformity"] > COLLAPSED_UNIFORMITY:
             return self._once(
                 "collapse",
-                f"The features have collapsed: all images get nearly the same one (uniformity "
+                f"The embeddings have collapsed: all images get nearly the same one (uniformity "
                 f"{values['uniformity']:.3f}, effective rank {values['effective_rank']:.1f}). Lower the learning rate "
                 "(--optimisation.base-learning-rate) or --objective.alpha, let alpha rise (--objective.ramp-up 0.5), "
                 "or raise --negatives.momentum.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import time
@@ -41,6 +40,7 @@ from co2.engine.records import (
     Records,
     Unwritten,
     claim_folder,
+    rows_of,
 )
 from co2.engine.specification import Precision
 from co2.engine.trainer import MEASURED, Trainer, check_execution
@@ -260,6 +260,8 @@ class Run:
         if processes.is_first:
             self.records = Records(folder, self.trainer.step, most_bad=BAD_SHARE * len(self.train))
         self.advisor = Advisor(experiment, any(isinstance(m, _BatchNorm) for m in self.trainer.mechanism.modules()))
+        if processes.is_first:
+            self.advisor.recall(rows_of(folder))
         self._saved_at = time.monotonic()
         self._introduce(splits, device)
         self.display.begin(steps, self.trainer.step, work(experiment, self.steps_per_epoch))
@@ -368,8 +370,7 @@ class Run:
 
     def _is_measured(self) -> bool:
         """Whether the step that the trainer stands at has been measured already, before the run was interrupted."""
-        rows = map(json.loads, (self.folder / METRICS).read_text(encoding="utf-8").splitlines())
-        return any(row.get("kind") == "epoch" and row["step"] == self.trainer.step for row in rows)
+        return any(row["kind"] == "epoch" and row["step"] == self.trainer.step for row in rows_of(self.folder))
 
     def _measure(self, epochs_done: int) -> None:
         if not self._to_be_measured(epochs_done):
@@ -636,15 +637,18 @@ def memory_advice(run: Path) -> str:
     experiment = Experiment.from_json((run / CONFIG).read_text(encoding="utf-8", errors="replace"))
     total = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else 0
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    queue = experiment.negatives.size * experiment.encoder.dimension * 4  # float32
+    queue = 0  # bytes
+    if experiment.negatives.source == "queue":
+        queue = experiment.negatives.size * experiment.encoder.dimension * 4  # float32
     activations = max(0, peak - queue)  # nearly all of the rest, and proportional to the batch
     half = experiment.batch_size // 2
     smaller = max(32, experiment.views.size * 3 // 4)
+    shorter = f"  --negatives.size {experiment.negatives.size // 2} frees about {queue / 2 / 2**30:.2f} GiB\n"
     return (
         f"The GPU's memory ({total / 2**30:.0f} GiB) ran out; the run had reached {peak / 2**30:.1f} GiB. What helps:\n"
         f"  --batch-size {half} frees about {activations / 2 / 2**30:.1f} GiB (the learning rate follows)\n"
         f"  --views.size {smaller} frees about {activations * 7 / 16 / 2**30:.1f} GiB\n"
-        f"  --negatives.size {experiment.negatives.size // 2} frees about {queue / 2 / 2**30:.2f} GiB\n"
+        f"{shorter if queue else ''}"
         "These make another run: start it with another --out. Another program on the same GPU is worth a look too "
         "(nvidia-smi)."
     )

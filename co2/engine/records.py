@@ -199,11 +199,21 @@ def _drop_after(path: Path, step: int) -> float:
     return seconds
 
 
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """What a run has written into metrics.jsonl so far."""
+    try:
+        lines = (run / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    return [row for row in map(_row, lines) if row is not None]
+
+
 def _row(line: str) -> dict[str, Any] | None:
     """What `Records.write` wrote; None of the unfinished last line of a killed run, or what somebody else has added."""
     try:
         row = json.loads(line)
-        return row if math.isfinite(row["step"]) and math.isfinite(row.get("seconds", 0)) else None
+        sound = math.isfinite(row["step"]) and math.isfinite(row.get("seconds", 0)) and isinstance(row["kind"], str)
+        return row if sound else None
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 

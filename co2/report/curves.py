@@ -8,7 +8,7 @@ from html import escape
 
 from co2.report.charts import LONGEST_LABEL, SERIES, Chart, Curve, describe_smoothing, draw, series_variable
 from co2.report.runs import RunRecord
-from co2.report.story import Untrained, ending, incomparable
+from co2.report.story import Untrained, ending, warning
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,6 @@ class Measure:
     """What it is, in HTML."""
     shown: str
     """How a value is written."""
-    depends_on: tuple[str, ...] = ()
-    """Settings without which two values cannot be compared."""
     percent: bool = False
     from_zero: bool = True
 
@@ -44,7 +42,6 @@ INSTANCE = Measure(
     explanation="How hard it is for a view of a picture to find another view of the same picture among the negatives. "
     "It can rise at first, while the queue fills with real features.",
     shown=".3f",
-    depends_on=("objective.tau_instance", "objective.label_smoothing", "negatives.source", "negatives.size"),
     from_zero=False,
 )
 CONSISTENCY = Measure(
@@ -56,7 +53,6 @@ CONSISTENCY = Measure(
     "CO2 only measures it. In the paper, L<sub>con</sub> of MoCo jumps at the beginning and stays higher, while CO2 "
     "keeps it low throughout.",
     shown=".3f",
-    depends_on=("objective.tau_consistency", "negatives.source", "negatives.size"),
 )
 INSTANCE_ACCURACY = Measure(
     name="top1",
@@ -66,7 +62,6 @@ INSTANCE_ACCURACY = Measure(
     explanation="How often the other view of the same picture is closer than all negatives. It measures the training "
     "task itself, and higher is not always better: in the paper CO2 lowers it while the features improve.",
     shown=".1%",
-    depends_on=("negatives.source", "negatives.size"),
     percent=True,
 )
 KNN_ACCURACY = Measure(
@@ -77,18 +72,17 @@ KNN_ACCURACY = Measure(
     explanation="How often the nearest neighbours of a picture vote for its class, which the training never saw. "
     "This is what tells whether the features are useful.",
     shown=".1%",
-    depends_on=("data",),
     percent=True,
 )
 EFFECTIVE_RANK = Measure(
     name="effective_rank",
     kind="epoch",
     title="Effective rank",
-    y_label="effective rank of the features (directions)",
-    explanation="How many directions the features spread over. Towards 1, they have collapsed: all pictures look the "
-    "same to the network. These pictures have no labels, so this stands in for accuracy.",
+    y_label="effective rank of the embeddings (directions)",
+    explanation="How many directions the embeddings, what comes out of the head, spread over. Towards 1, they have "
+    "collapsed: all pictures look the same to the network. These pictures have no labels, so this stands in for "
+    "accuracy.",
     shown=".1f",
-    depends_on=("data", "encoder.dimension"),
 )
 
 
@@ -110,7 +104,7 @@ def swatch_html(series: int) -> str:
 
 def _figure_html(measure: Measure, runs: Sequence[RunRecord], untrained: Untrained | None) -> str:
     ended = [measure.ended(run) for run in runs]
-    title = ending(runs, measure.title, ended, measure.shown)
+    title = ending(runs, measure.name, measure.title, ended, measure.shown)
     values = ", ".join(
         f"{run.name} {'not measured' if value is None else format(value, measure.shown)}"
         for run, value in zip(runs, ended, strict=True)
@@ -127,7 +121,7 @@ def _figure_html(measure: Measure, runs: Sequence[RunRecord], untrained: Untrain
         smooth=measure.kind == "train",
         level=None if level is None else ("untrained", level),
     )
-    note = escape(incomparable(runs, measure.depends_on))
+    note = escape(warning(runs, measure.name))
     return f"<figure>\n<h3>{title}</h3>\n{draw(chart)}\n<figcaption>{measure.explanation}{note}</figcaption>\n</figure>"
 
 

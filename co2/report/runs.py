@@ -90,10 +90,6 @@ def read_run(folder: str | Path, *, name: str | None = None, seconds: float | No
         experiment = Experiment.from_json(settings)
     except UserError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{folder / CONFIG} does not describe an experiment. Is it the {CONFIG} of another program?"
-        ) from error
     rows = _read_rows(folder / METRICS)
     by_kind = {kind: tuple(row for row in rows if row["kind"] == kind) for kind in ("train", "epoch", "advice")}
     if not by_kind["train"] and not any(row["epoch"] > 0 for row in by_kind["epoch"]):

@@ -60,6 +60,16 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
+LEVEL_DEPENDS_ON = {
+    "instance": ("objective.tau_instance", "objective.label_smoothing", "negatives.source", "negatives.size"),
+    "consistency": ("objective.tau_consistency", "negatives.source", "negatives.size"),
+    "top1": ("negatives.source", "negatives.size"),
+    "knn_top1": ("data",),
+    "effective_rank": ("data", "encoder.dimension"),
+}
+"""Settings without which two values of a measure cannot be compared."""
+
+
 def headline(runs: Sequence[RunRecord], untrained: Untrained | None) -> str:
     """The outcome in a sentence."""
     if "data" in differing_settings(runs):
@@ -76,7 +86,7 @@ def headline(runs: Sequence[RunRecord], untrained: Untrained | None) -> str:
             f"kNN accuracy {verb} to {percent(before)} with {pair.without.name} and to {percent(after)} with "
             f"{pair.with_term.name}: {_points(before, after, 'with the consistency term')}."
         )
-    if pair is not None:
+    if pair is not None and comparable(runs, "consistency"):
         before_term, after_term = pair.without.final("consistency"), pair.with_term.final("consistency")
         if before_term is not None and after_term is not None:
             return (
@@ -101,13 +111,13 @@ def findings(runs: Sequence[RunRecord]) -> list[str]:
         return []
     sentences = []
     before, after = pair.without.final("consistency"), pair.with_term.final("consistency")
-    if before is not None and after is not None:
+    if before is not None and after is not None and comparable(runs, "consistency"):
         sentences.append(
             f"The consistency loss ended at {after:.3f} with the term in the objective and at {before:.3f} without: "
             f"{_relative(before, after)}."
         )
     before, after = pair.without.final("top1"), pair.with_term.final("top1")
-    if before is not None and after is not None:
+    if before is not None and after is not None and comparable(runs, "top1"):
         sentence = (
             f"Queries picked out their own picture in {percent(after)} of cases with the term and in {percent(before)} "
             f"without: {_points(before, after)}."
@@ -116,9 +126,9 @@ def findings(runs: Sequence[RunRecord]) -> list[str]:
             sentence += " The paper saw the same direction on ImageNet-100, from 97.57% to 95.26%."
         sentences.append(sentence)
     before, after = pair.without.latest("effective_rank"), pair.with_term.latest("effective_rank")
-    if before is not None and after is not None:
+    if before is not None and after is not None and comparable(runs, "effective_rank"):
         sentences.append(
-            f"The features use {after:.1f} directions effectively with the term and {before:.1f} without "
+            f"The embeddings use {after:.1f} directions effectively with the term and {before:.1f} without "
             "(effective rank)."
         )
     return sentences
@@ -154,13 +164,20 @@ def caveats(runs: Sequence[RunRecord], untrained: Untrained | None) -> list[str]
     return sentences
 
 
-def incomparable(runs: Sequence[RunRecord], settings: Sequence[str]) -> str:
-    """A warning where the runs differ in settings that the level of a measure depends on."""
-    differing = [name for name in differing_settings(runs) if name in settings]
-    return f" The runs differ in {_listed(differing)}, so their levels cannot be compared." if differing else ""
+def comparable(runs: Sequence[RunRecord], name: str) -> bool:
+    """Whether the levels of a measure, by its name in metrics.jsonl, mean the same in all runs."""
+    return not set(LEVEL_DEPENDS_ON[name]) & set(differing_settings(runs))
 
 
-def ending(runs: Sequence[RunRecord], measure: str, values: Sequence[float | None], shown: str) -> str:
+def warning(runs: Sequence[RunRecord], name: str) -> str:
+    """Says so where they do not."""
+    if comparable(runs, name):
+        return ""
+    differing = [setting for setting in differing_settings(runs) if setting in LEVEL_DEPENDS_ON[name]]
+    return f" The runs differ in {_listed(differing)}, so their levels cannot be compared."
+
+
+def ending(runs: Sequence[RunRecord], name: str, measure: str, values: Sequence[float | None], shown: str) -> str:
     """A chart's title: what it says about where the runs ended. `shown` formats a value: '.3f' or '.1%'."""
     known = {run.name: value for run, value in zip(runs, values, strict=True) if value is not None}
     if not known:
@@ -172,6 +189,8 @@ def ending(runs: Sequence[RunRecord], measure: str, values: Sequence[float | Non
         before, after = f"{known[pair.without.name]:{shown}}", f"{known[pair.with_term.name]:{shown}}"
         if before == after:
             return f"{measure} ends at {after} with and without the consistency term"
+        if not comparable(runs, name):
+            return f"{measure} ends at {after} with the consistency term and at {before} without"
         direction = "lower" if known[pair.with_term.name] < known[pair.without.name] else "higher"
         return f"{measure} ends {direction} with the consistency term: {after} against {before}"
     low, high = min(known.values()), max(known.values())
@@ -187,7 +206,7 @@ def _headline_of_one(run: RunRecord, accuracy: float | None, origin: str) -> str
         )
     top1, rank = run.final("top1"), run.latest("effective_rank")
     parts = [] if top1 is None else [f"queries pick out their own picture in {percent(top1)} of cases"]
-    parts += [] if rank is None else [f"the effective rank of the features is {rank:.1f}"]
+    parts += [] if rank is None else [f"the effective rank of the embeddings is {rank:.1f}"]
     return f"{run.name}: " + "; ".join(parts or [f"epoch {run.epochs_done:.3g}"]) + "."
 
 

@@ -52,6 +52,26 @@ def test_perfect_accuracy_among_random_vectors_is_nothing_to_worry_about(step):
     assert advisor().after_interval(step, {"loss": 0.1, "top1": 1.0}) == []  # the queue is full after step 8
 
 
+def test_what_a_run_has_written_before_it_is_continued_is_not_told_again():
+    rows = [
+        {"kind": "epoch", "step": 0, "epoch": 0.0, "effective_rank": 48.0, "uniformity": -1.0, "mean_norm": 0.5},
+        {"kind": "train", "step": 2, "epoch": 0.1, "loss": 4.0, "top1": 0.5},
+        {"kind": "train", "step": 4, "epoch": 0.1, "loss": 6.0, "top1": 0.5},
+        {"kind": "advice", "step": 4, "epoch": 0.1, "text": "The loss is rising."},
+        {"kind": "train", "step": 5, "epoch": 0.1, "loss": None, "top1": 0.5},
+    ]
+    ours = advisor()
+    ours.recall(rows)
+    assert ours.after_interval(6, {"loss": 7.0, "top1": 0.5}) == []
+    # But what could not be said before its first measurement is.
+    narrow = {"effective_rank": 5.0, "uniformity": -1.0, "mean_norm": 0.5}
+    (text,) = after_epoch(ours, narrow)
+    assert "untrained 48.0" in text
+    again = advisor()
+    again.recall([*rows, {"kind": "epoch", "step": 2000, "epoch": 20.0, **narrow}])
+    assert after_epoch(again, narrow, epoch=40) == []
+
+
 def test_collapse_is_told_and_health_is_not():
     ours = advisor()
     healthy = {"mean_norm": 0.2, "effective_rank": 40.0, "uniformity": -2.5}

@@ -585,6 +585,14 @@ def test_memory_advice_is_about_the_current_gpu(tiny, tmp_path, monkeypatch):
     assert asked == [None]
 
 
+@pytest.mark.parametrize("recipe", ["demo-co2", "co2-simclr-small", "co2-insdisc-small"])
+def test_memory_advice_names_the_queue_where_there_is_one(tiny, tmp_path, recipe):
+    (tmp_path / "config.json").write_text(tiny(recipe, negatives={"size": 30}).to_json())
+    advice = memory_advice(tmp_path)
+    assert ("--negatives.size 15" in advice) == (recipe == "demo-co2")
+    assert "--batch-size 8" in advice
+
+
 def test_a_queue_larger_than_the_data_set_is_a_warning(tiny, tmp_path, capsys):
     pretrain(tiny(negatives={"size": 100}, epochs=1), out=tmp_path / "run")
     assert "older keys of itself" in capsys.readouterr().out
@@ -595,6 +603,17 @@ def test_advice_is_told_and_recorded(tiny, rows, tmp_path, capsys):
     advice = [row["text"] for row in rows(run, "advice")]
     assert any("real keys replace them" in text for text in advice)
     assert "real keys replace them" in capsys.readouterr().out
+
+
+def test_a_run_that_is_continued_does_not_repeat_its_advice(tiny, rows, tmp_path, monkeypatch):
+    experiment = tiny(objective={"alpha": 0.0}, negatives={"size": 200}, epochs=4)
+    StopAfter(monkeypatch, 6)
+    with pytest.raises(co2.engine.pretrain.Stopped):
+        pretrain(experiment, out=tmp_path / "run")
+    before = rows(tmp_path / "run", "advice")
+    assert before
+    run = pretrain(experiment.edit(resume=True), out=tmp_path / "run")
+    assert rows(run, "advice") == before
 
 
 def test_a_start_that_was_too_fast_is_told_with_the_rank_of_the_untrained_network(tiny, rows, tmp_path, monkeypatch):

@@ -15,9 +15,9 @@ from co2.report.story import (
     ending,
     findings,
     headline,
-    incomparable,
     pair_of,
     untrained_of,
+    warning,
 )
 
 
@@ -136,19 +136,48 @@ def test_caveats_name_runs_that_are_unfinished_or_learned_nothing(make_run) -> N
 
 
 def test_levels_at_different_temperatures_are_not_compared(pair) -> None:
-    assert incomparable(pair, ["objective.tau_consistency"]) == ""
+    assert warning(pair, "consistency") == ""
+    assert any("consistency loss" in sentence for sentence in findings(pair))
     other = dataclasses.replace(pair[1], experiment=pair[1].experiment.edit(objective={"tau_consistency": 0.07}))
-    assert "differ in objective.tau_consistency" in incomparable([pair[0], other], ["objective.tau_consistency"])
+    runs = [pair[0], other]
+    assert "differ in objective.tau_consistency" in warning(runs, "consistency")
+    assert warning(runs, "top1") == ""
+    told = findings(runs)
+    assert not any("consistency loss" in sentence for sentence in told)
+    assert any("picked out their own picture" in sentence for sentence in told)
+    title = ending(runs, "consistency", "L", [0.1, 0.4], ".3f")
+    assert title == "L ends at 0.100 with the consistency term and at 0.400 without"
+
+
+def test_without_labels_a_headline_compares_no_levels_that_mean_different_things(make_run) -> None:
+    runs = [read_run(make_run("moco", labels=False)), read_run(make_run("co2", alpha=1.0, labels=False))]
+    assert headline(runs, None).startswith("The consistency loss is at")
+    fewer = runs[0].experiment.edit(negatives={"size": 30})
+    assert headline([dataclasses.replace(runs[0], experiment=fewer), runs[1]], None) == "2 runs side by side."
+
+
+def test_how_often_queries_find_their_picture_is_compared_among_as_many_negatives_alone(pair) -> None:
+    fewer = dataclasses.replace(pair[1], experiment=pair[1].experiment.edit(negatives={"size": 30}))
+    assert not any("picked out their own picture" in sentence for sentence in findings([pair[0], fewer]))
 
 
 def test_chart_titles(pair) -> None:
-    assert ending(pair, "L", [0.1, 0.4], ".3f") == "L ends lower with the consistency term: 0.100 against 0.400"
-    assert ending(pair, "L", [0.4, 0.1], ".3f") == "L ends higher with the consistency term: 0.400 against 0.100"
-    assert ending(pair, "L", [0.4, 0.40001], ".3f") == "L ends at 0.400 with and without the consistency term"
-    assert ending(pair, "L", [None, 0.4], ".1%") == "L ends at 40.0%"
-    assert ending(pair, "L", [None, None], ".3f") == "L: not measured yet"
+    assert (
+        ending(pair, "consistency", "L", [0.1, 0.4], ".3f")
+        == "L ends lower with the consistency term: 0.100 against 0.400"
+    )
+    assert (
+        ending(pair, "consistency", "L", [0.4, 0.1], ".3f")
+        == "L ends higher with the consistency term: 0.400 against 0.100"
+    )
+    assert (
+        ending(pair, "consistency", "L", [0.4, 0.40001], ".3f")
+        == "L ends at 0.400 with and without the consistency term"
+    )
+    assert ending(pair, "consistency", "L", [None, 0.4], ".1%") == "L ends at 40.0%"
+    assert ending(pair, "consistency", "L", [None, None], ".3f") == "L: not measured yet"
     third = dataclasses.replace(pair[0], name="third")
-    assert ending([*pair, third], "L", [3, 1, 2], ".0f") == "L ends between 1 and 3"
+    assert ending([*pair, third], "consistency", "L", [3, 1, 2], ".0f") == "L ends between 1 and 3"
 
 
 def test_untrained_network_is_taken_where_runs_agree(pair, make_run) -> None:
