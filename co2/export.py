@@ -150,9 +150,15 @@ def _others(subject: Subject) -> str:
 def _for_timm(subject: Subject, path: Path) -> tuple[bytes, str]:
     name = subject.backbone.partition("/")[2]
     try:
-        model = build_backbone(f"timm/{name}", view_size=subject.view_size)  # says so where timm is missing
-    except UserError as error:
-        raise UserError(f"{subject.name} cannot be written for timm. {error}") from error
+        import timm
+    except ImportError as error:
+        raise UserError(
+            "Writing for timm needs it, to see that it gives the same features, and it is not installed. Install it "
+            "with: pip install 'consistent-contrast[timm]'"
+        ) from error
+    if not timm.models.is_model(name):
+        raise UserError(f"{subject.name} is {subject.backbone}, which timm does not have. {_others(subject)}")
+    model = build_backbone(f"timm/{name}", view_size=subject.view_size)
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
     if shapes != {key: tensor.shape for key, tensor in subject.weights.items()}:
         raise UserError(

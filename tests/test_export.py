@@ -97,7 +97,7 @@ def test_what_timm_does_not_have_is_not_written_for_it(saved, tmp_path, backbone
     with pytest.raises(co2.UserError, match=r"timm's \w+ is another network .* Use --to onnx, or take it up in Python"):
         export_backbone(path, "timm", tmp_path / "weights.pth")
     path, _ = saved("co2/resnet10-narrow", "small")
-    with pytest.raises(co2.UserError, match="has no model called 'resnet10-narrow'"):
+    with pytest.raises(co2.UserError, match="is co2/resnet10-narrow, which timm does not have. Use --to onnx"):
         export_backbone(path, "timm", tmp_path / "weights.pth")
     assert not (tmp_path / "weights.pth").exists()
 
@@ -247,12 +247,20 @@ def test_from_a_run_to_another_tool_on_the_command_line(tiny, tmp_path, monkeypa
     assert "which torchvision does not have. Use --to onnx" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("missing", ["onnx", "onnxruntime", "onnxscript"])
-def test_without_the_extra_its_name_is_told(saved, tmp_path, monkeypatch, missing):
+@pytest.mark.parametrize(
+    ("missing", "to", "ending"),
+    [
+        ("onnx", "onnx", "onnx"),
+        ("onnxruntime", "onnx", "onnx"),
+        ("onnxscript", "onnx", "onnx"),
+        ("timm", "timm", "pth"),
+    ],
+)
+def test_without_the_extra_its_name_is_told(saved, tmp_path, monkeypatch, missing, to, ending):
     path, _ = saved("co2/resnet10-narrow", "small")
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(co2.UserError, match=r"consistent-contrast\[onnx\]"):
-        export_backbone(path, "onnx", tmp_path / "network.onnx")
+    with pytest.raises(co2.UserError, match=rf"consistent-contrast\[{to}\]"):
+        export_backbone(path, to, tmp_path / f"network.{ending}")
 
 
 def test_mistakes_are_told_before_anything_is_computed(saved, tmp_path):
