@@ -97,7 +97,7 @@ def test_what_timm_does_not_have_is_not_written_for_it(saved, tmp_path, backbone
     with pytest.raises(co2.UserError, match=r"timm's \w+ is another network .* Use --to onnx, or take it up in Python"):
         export_backbone(path, "timm", tmp_path / "weights.pth")
     path, _ = saved("co2/resnet10-narrow", "small")
-    with pytest.raises(co2.UserError, match="is co2/resnet10-narrow, which timm does not have. Use --to onnx"):
+    with pytest.raises(co2.UserError, match=r"is co2/resnet10-narrow, which timm does not have. Use --to onnx"):
         export_backbone(path, "timm", tmp_path / "weights.pth")
     assert not (tmp_path / "weights.pth").exists()
 
