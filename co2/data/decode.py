@@ -47,6 +47,12 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_SIDEWAYS = (
+    Image.Transpose.TRANSPOSE,
+    Image.Transpose.ROTATE_270,
+    Image.Transpose.TRANSVERSE,
+    Image.Transpose.ROTATE_90,
+)
 _BITS_PER_SAMPLE_TAG = 258
 _PIXELS_AT_ONCE = 1 << 20
 
@@ -135,6 +141,23 @@ def _decode(file: BinaryIO) -> torch.Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
+def upright_size(path: str | bytes | os.PathLike[str]) -> tuple[int, int]:
+    """Width and height of the image in a file, once it is upright, from the beginning of the file.
+
+    An image that cannot be read has no size, (0, 0). Whoever loads it is told so.
+    """
+    try:
+        with open_regular(path) as file, _NO_WARNINGS, Image.open(file, formats=FORMATS) as image:
+            if image.width * image.height > MOST_PIXELS:
+                return 0, 0
+            if image.format == "TIFF":  # Pillow turns it itself, and until it is loaded its size may be turned or not
+                image.load()
+            width, height = image.size
+            return (height, width) if _turn(image) in _SIDEWAYS else (width, height)
+    except Exception:  # a broken file makes Pillow raise anything from SyntaxError to struct.error
+        return 0, 0
+
+
 class _NoWarnings:
     """Keeps warnings quiet while any thread is inside.
 
@@ -177,12 +200,17 @@ def _scans(file: BinaryIO) -> int:
 
 
 def _upright(image: Image.Image) -> Image.Image:
+    turn = _turn(image)
+    return image if turn is None else image.transpose(turn)
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What makes an image upright, if it is not."""
     try:
         orientation = image.getexif().get(_ORIENTATION_TAG)  # Pillow turns TIFF itself and takes the tag away
     except Exception:  # unreadable notes beside good pixels do not spoil the picture
-        return image
-    operation = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
-    return image if operation is None else image.transpose(operation)
+        return None
+    return _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
 
 
 def _rgb(image: Image.Image) -> Image.Image:

@@ -31,7 +31,17 @@ import numpy as np
 import torch
 
 from co2.data.decode import MOST_BYTES, MOST_PIXELS, TOO_LARGE, decode_image
-from co2.data.source import HELD_OUT, BadImage, ImageSource, Parts, Progress, in_numbers, in_words, printable
+from co2.data.source import (
+    HELD_OUT,
+    BadImage,
+    ImageSource,
+    Parts,
+    Progress,
+    choose_held_out,
+    in_numbers,
+    in_words,
+    printable,
+)
 from co2.data.tar_index import MOST_CLASSES
 from co2.errors import UserError
 
@@ -210,20 +220,12 @@ def open_pack(name: str, folder: str) -> Parts:
     splits = open_pack_splits(name, folder)
     train = splits["train"]
     bank = splits.get("bank", train)
-    held_out = [split for split in HELD_OUT if split in splits]
-    used = next((split for split in held_out if splits[split].labels is not None), None)
+    test, held_out = choose_held_out([split for split in splits if split in HELD_OUT], splits.__getitem__)
 
     words = f"{printable(name)}: {in_numbers(train)}, packed"
     if "bank" in splits:
         words += f"; {in_numbers(bank)} to look things up in"
-    if used is not None:
-        words += f"; {len(splits[used]):,} held out in {used}"
-    elif held_out:
-        words += f"; {held_out[0]} has no labels and is left out"
-    unused = [split for split in held_out if split not in (used, None if used else held_out[0])]
-    if unused:
-        words += f" (not used: {', '.join(unused)})"
-    return train, bank if bank.labels is not None else None, splits[used] if used is not None else None, words
+    return train, bank if bank.labels is not None else None, test, words + held_out
 
 
 def open_pack_splits(name: str, folder: str) -> dict[str, PackedSource]:

@@ -239,6 +239,6 @@ def _begin(folder: str, manifest: dict[str, Any], splits: dict[str, ImageSource]
         if _OURS.fullmatch(name) and name.endswith(WRITING):
             os.remove(os.path.join(folder, name))
     write_json(path, manifest)
-    classes = next((images.classes for images in splits.values() if images.classes), None)
-    if classes is not None:
+    classes = max((images.classes for images in splits.values()), key=len)  # the others have the first of them
+    if classes:
         write_json(os.path.join(folder, CLASSES_FILE), list(classes))

@@ -26,7 +26,7 @@ from co2.data.decode import EXTENSIONS, MOST_BYTES, TOO_LARGE, decode_image
 from co2.data.folder import PackedPaths
 from co2.data.packed import read_json
 from co2.data.shard_storage import index_of, is_remote, read_beginning, read_range, remote_folder, remote_glob
-from co2.data.source import HELD_OUT, BadImage, ImageSource, Parts, printable
+from co2.data.source import HELD_OUT, BadImage, ImageSource, Parts, choose_held_out, printable
 from co2.errors import UserError
 
 CLASSES_FILE = "classes.json"
@@ -123,22 +123,15 @@ def find_shards(path: str) -> list[str] | None:
 
 
 def open_shards(name: str, shards: Sequence[str]) -> Parts:
-    """What is trained on, and the first of the held-out splits."""
+    """What is trained on, and the first of the held-out splits that has labels."""
     by_split = _by_split(shards)
-    held_out = next((split for split in HELD_OUT if split in by_split), None)
     train = ShardSource(name, by_split["train"])
-    test = ShardSource(name, by_split[held_out]) if held_out is not None else None
+    others = [split or "others" for split in by_split if split != "train"]
+    test, held_out = choose_held_out(others, lambda split: ShardSource(name, by_split[split]))
     _name_classes([source for source in (train, test) if source is not None], os.path.dirname(shards[0]))
 
     words = f"{printable(name)}: {_count(train)} in {len(train.shards):,} shard{'s' if len(train.shards) > 1 else ''}"
-    if test is not None and test.labels is not None:
-        words += f"; {len(test):,} held out in {held_out}"
-    elif test is not None:
-        words += f"; {held_out} has no labels and is left out"
-        test = None
-    unused = [split or "others" for split in by_split if split not in ("train", held_out)]
-    if unused:
-        words += f" (not used: {', '.join(unused)})"
+    words += held_out
     for damage in (*train.damaged, *(test.damaged if test is not None else ())):
         words += f". Note: {damage}"
     return train, train if train.labels is not None else None, test, words

@@ -105,6 +105,7 @@ class ImageSource(ABC):
         return self if not most or len(self) <= most else self.subset(evenly_by_class(self.labels, most))
 
 
+Source = TypeVar("Source", bound=ImageSource)
 Parts = tuple[ImageSource, ImageSource | None, ImageSource | None, str]
 """What is pre-trained on, the labelled bank, the labelled test images, and one line about them."""
 
@@ -113,6 +114,24 @@ def in_numbers(source: ImageSource) -> str:
     """How much there is of it: "12 images, 2 classes"."""
     kinds = f"{len(source.classes):,} classes" if source.labels is not None else "no labels"
     return f"{len(source):,} image{'s' if len(source) != 1 else ''}, {kinds}"
+
+
+def choose_held_out(names: Sequence[str], open_split: Callable[[str], Source]) -> tuple[Source | None, str]:
+    """The first of the held-out splits that has labels, if one has, and how a line about the data goes on: which it is,
+    and what is not used.
+
+    `names` are those of all splits that are not trained on. None is opened without need: shards may be far away.
+    """
+    held_out = [split for split in HELD_OUT if split in names]
+    opened = ((split, open_split(split)) for split in held_out)
+    told, chosen = next((one for one in opened if one[1].labels is not None), (next(iter(held_out), ""), None))
+    words = ""
+    if chosen is not None:
+        words = f"; {len(chosen):,} held out in {told}"
+    elif told:
+        words = f"; {told} has no labels and is left out"
+    unused = [split for split in names if split != told]
+    return chosen, f"{words} (not used: {', '.join(unused)})" if unused else words
 
 
 def evenly(count: int, most: int) -> np.ndarray:

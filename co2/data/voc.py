@@ -1,7 +1,7 @@
 """Pascal VOC's layout: images, boxes, image labels and segmentation masks of a split, by its name.
 
     VOCdevkit/VOC2012/JPEGImages/NAME.jpg
-                      Annotations/NAME.xml              objects: class, box, difficult, truncated
+                      Annotations/NAME.xml              objects: class, box, difficult
                       SegmentationClass/NAME.png        a class for each pixel: 0 ground, 255 not judged
                       SegmentationClassAug/NAME.png     the same for the images of train_aug, where there is one
                       ImageSets/Main/SPLIT.txt          names of images, for boxes and image labels
@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from co2.data.decode import EXTENSIONS, FORMATS, MOST_PIXELS
+from co2.data.decode import EXTENSIONS, MOST_PIXELS, upright_size
 from co2.data.folder import FileSource
 from co2.data.source import BadImage, in_words, printable
 from co2.errors import UserError, did_you_mean
@@ -45,7 +45,6 @@ NOT_JUDGED = 255
 """The mark in a mask for pixels that belong to nothing in particular, such as borders of objects."""
 _IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png")
 _MOST_XML_BYTES = 2**20  # VOC's largest annotation has 20 kB
-_ORIENTATION_TAG = 0x0112
 _LAYOUT = "VOCdevkit/VOC2012 with JPEGImages, Annotations and ImageSets in it"
 
 
@@ -56,7 +55,6 @@ class Objects:
     boxes: np.ndarray  # [M, 4] float32: left, top, right, bottom; right and bottom exclusive
     labels: np.ndarray  # [M] int64: places in the list of classes
     difficult: np.ndarray  # [M] bool: neither right nor wrong to find
-    truncated: np.ndarray  # [M] bool: part of the object is outside the image
     dropped_labels: np.ndarray  # [D] int64: of objects whose box has no area in the image, so that no box is kept
     dropped_difficult: np.ndarray  # [D] bool
 
@@ -66,7 +64,6 @@ class VocDetection:
     """The images of a split and the objects in them."""
 
     images: FileSource
-    names: list[str]
     sizes: np.ndarray  # [N, 2] int64: width and height of each image
     classes: tuple[str, ...]
     objects: list[Objects]
@@ -97,7 +94,6 @@ class VocSegmentation:
     """The images of a split and the class of each of their pixels."""
 
     images: FileSource
-    names: list[str]
     classes: tuple[str, ...]
     """With "background" in the first place."""
     mask_paths: list[str]
@@ -282,7 +278,6 @@ class _Thing:
     name: str
     corners: tuple[float, float, float, float]  # as VOC counts
     difficult: bool
-    truncated: bool
 
 
 def _read_annotations(images: list[_Place]) -> list[list[_Thing]]:
@@ -362,8 +357,8 @@ def _thing(element: ElementTree.Element) -> _Thing:
     if None in corners:
         raise ValueError(f"an object ({name}) has no bndbox with xmin, ymin, xmax and ymax")
     left, top, right, bottom = (float(text or "") for text in corners)  # VOC 2012 has a few that are not whole
-    flags = [(element.findtext(flag) or "0").strip() == "1" for flag in ("difficult", "truncated")]
-    return _Thing(name, (left, top, right, bottom), *flags)
+    difficult = (element.findtext("difficult") or "0").strip() == "1"
+    return _Thing(name, (left, top, right, bottom), difficult)
 
 
 def _class_list(names: Iterable[str]) -> tuple[str, ...]:
@@ -381,22 +376,15 @@ def _detection(
     path: str, images: list[_Place], annotations: list[list[_Thing]], classes: tuple[str, ...]
 ) -> VocDetection:
     numbers = {name: number for number, name in enumerate(classes)}
-    sizes = np.array([_picture_size(image.picture) for image in images], dtype=np.int64)  # [N, 2]
+    # From the files themselves: what annotations say of sizes is not believed.
+    sizes = np.array([upright_size(image.picture) for image in images], dtype=np.int64)  # [N, 2]
     tally = _Tally()
     objects = [
         # The objects of an image that cannot be read are neither right nor wrong: nobody will see it.
         _objects(things if width else [], numbers, int(width), int(height), tally)
         for things, (width, height) in zip(annotations, sizes, strict=True)
     ]
-    return VocDetection(
-        _pictures(path, images),
-        [image.name for image in images],
-        sizes,
-        classes,
-        objects,
-        tally.clipped,
-        tally.dropped,
-    )
+    return VocDetection(_pictures(path, images), sizes, classes, objects, tally.clipped, tally.dropped)
 
 
 def _objects(things: list[_Thing], numbers: dict[str, int], width: int, height: int, tally: _Tally) -> Objects:
@@ -420,7 +408,6 @@ def _objects(things: list[_Thing], numbers: dict[str, int], width: int, height: 
         np.array([box for _, box in kept], dtype=np.float32).reshape(-1, 4),
         np.array([numbers[thing.name] for thing, _ in kept], dtype=np.int64),
         np.array([thing.difficult for thing, _ in kept], dtype=bool),
-        np.array([thing.truncated for thing, _ in kept], dtype=bool),
         np.array([numbers[thing.name] for thing in dropped], dtype=np.int64),
         np.array([thing.difficult for thing in dropped], dtype=bool),
     )
@@ -434,7 +421,7 @@ def _segmentation(path: str, images: list[_Place], classes: tuple[str, ...]) -> 
         if not os.path.isfile(mask):
             missing.append(mask)
             continue
-        sizes = _picture_size(image.picture), _picture_size(mask)
+        sizes = upright_size(image.picture), upright_size(mask)
         if sizes[0] != sizes[1] and (0, 0) not in sizes:  # one that cannot be read is told of when it is loaded
             odd_sizes.append(printable(mask))
         else:
@@ -448,7 +435,6 @@ def _segmentation(path: str, images: list[_Place], classes: tuple[str, ...]) -> 
         raise UserError(f"No mask has the size of its image; the first is '{odd_sizes[0]}'.")
     return VocSegmentation(
         _pictures(path, [image for image, _ in kept]),
-        [image.name for image, _ in kept],
         classes,
         [mask for _, mask in kept],
         odd_sizes,
@@ -457,17 +443,3 @@ def _segmentation(path: str, images: list[_Place], classes: tuple[str, ...]) -> 
 
 def _pictures(path: str, images: list[_Place]) -> FileSource:
     return FileSource(path, os.getcwd(), (os.fsencode(image.picture) for image in images))
-
-
-def _picture_size(path: str) -> tuple[int, int]:
-    """Width and height of an image as it is seen, from the beginning of its file; what annotations say is not believed.
-
-    An image that cannot be read has no size, (0, 0). Whoever loads it is told so.
-    """
-    try:
-        with Image.open(path, formats=FORMATS) as image:
-            width, height = image.size
-            lying = image.getexif().get(_ORIENTATION_TAG) in (5, 6, 7, 8)
-    except Exception:  # a broken file makes Pillow raise anything from SyntaxError to struct.error
-        return 0, 0
-    return (height, width) if lying else (width, height)

@@ -102,6 +102,7 @@ def fit(
         line_search_fn="strong_wolfe",
     )
 
+    @torch.no_grad()  # once more: L-BFGS allows gradients in it, and a graph would keep the scores of every block
     def closure() -> Tensor:
         """The loss, and its gradient in `parameters.grad`: X^T (softmax(X W) - Y) / N + strength W."""
         weight, bias = parameters[:, :-1], parameters[:, -1]

@@ -18,7 +18,6 @@ from torch import nn
 
 from co2.data.open import DataSplits
 from co2.data.source import ImageSource
-from co2.errors import UserError
 from co2.evaluation.features import (
     REPLACED,
     NotFinite,
@@ -29,7 +28,7 @@ from co2.evaluation.features import (
     random_views,
     ready,
 )
-from co2.evaluation.labels import LabelledSplit, accuracies, balanced_subset, check_classes, labelled_split
+from co2.evaluation.labels import LabelledSplit, accuracies, balanced_subset, labelled_split
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation, diverged, finite
 from co2.evaluation.specification import SEMI_SUPERVISED_PAPER as PAPER
@@ -70,10 +69,7 @@ def evaluate(
     for fraction in settings.fractions:
         share = f"{100 * fraction:g}%"
         chosen = balanced_subset(split.train_labels, fraction, seed)  # [n]
-        check_classes("semi-supervised", split.train_labels[chosen], split.test_labels, split.classes)
         subset = split.train.subset(chosen)
-        if len(subset) < 2:
-            raise UserError("semi-supervised: fine-tuning needs two labelled images at least.")
         subsets[share] = {"images": len(subset), "of": len(split.train), "indices": chosen.tolist()}
         kinds = [("", subject, tuning)]
         if settings.baseline:

@@ -86,7 +86,9 @@ class DetectionSettings(ProtocolSettings):
         check("detection", self, "above 0", "anchor_sizes", "anchor_ratios")
 
     def idle(self) -> tuple[Idle, ...]:
-        return () if self.warmup else (Idle(("warmup_factor",), "with --warmup 0. Give more iterations of it."),)
+        no_warmup = Idle(("warmup_factor",), "with --warmup 0. Give more iterations of it.")
+        no_norm = Idle(("proposal_gradient",), "with --no-extra-norm. Leave one of them out.")
+        return (*([] if self.warmup else [no_warmup]), *([] if self.extra_norm else [no_norm]))
 
 
 @dataclass(frozen=True)

@@ -220,6 +220,10 @@ class SvmSettings(ProtocolSettings):
         check("svm", self, "between 0 and 1", "held_out")
         check("svm", self, "at least 1", "iterations")
 
+    def idle(self) -> tuple[Idle, ...]:
+        why = "with a single cost, which needs no choosing. Give several --costs."
+        return (Idle(("held_out",), why),) if len(self.costs) == 1 else ()
+
 
 @dataclass(frozen=True)
 class LabelFreeSettings(ProtocolSettings):

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from co2.data.decode import decode_image, read_bytes, read_image
+from co2.data.decode import decode_image, read_bytes, read_image, upright_size
 from co2.data.source import BadImage
 
 # Four flat quarters of 16 pixels: exact in lossless formats, nearly so in JPEG, and no two turns of it look alike.
@@ -207,13 +207,16 @@ STORED = {
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
-def test_rotated_by_exif_comes_out_upright(kind: str, orientation: int) -> None:
+def test_rotated_by_exif_comes_out_upright(kind: str, orientation: int, tmp_path: Path) -> None:
     stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](QUARTERS)))
     exif = Image.Exif()
     exif[0x0112] = orientation
     options = {"quality": 95} if kind == "JPEG" else {"lossless": True} if kind == "WEBP" else {}
-    got = pixels(saved(stored, kind, exif=exif, **options))
+    data = saved(stored, kind, exif=exif, **options)
+    got = pixels(data)
     assert got.shape == QUARTERS.shape
+    (tmp_path / "turned").write_bytes(data)
+    assert upright_size(tmp_path / "turned") == (48, 32)
     assert largest_error(got[8::16, 12::24], QUARTERS[8::16, 12::24]) <= 6
 
 

@@ -26,7 +26,7 @@ from PIL import Image
 from co2.checkpoint import load_backbone
 from co2.cli import main
 from co2.data import shard_storage, shard_writer
-from co2.data.open import open_data
+from co2.data.open import open_data, open_splits
 from co2.data.shard_writer import write_shards
 from co2.data.shards import ShardSource
 from co2.data.source import BadImage
@@ -259,6 +259,26 @@ def test_splits_without_labels(tmp_path: Path) -> None:
     assert (data.bank, data.test) == (None, None)
     assert "labels not used because 1 have none" in data.description
     assert "val has no labels and is left out" in data.description
+
+
+def test_val_is_preferred_unless_only_test_has_labels(tmp_path: Path) -> None:
+    for name, label in (("train", b"0"), ("val", b"0"), ("test", b"1")):
+        (tmp_path / f"{name}-0.tar").write_bytes(tar({f"{name}.png": png(), f"{name}.cls": label}))
+    data = open_data(str(tmp_path))
+    assert data.test is not None
+    assert data.test.describe(0).endswith("val-0.tar: val.png")
+    assert data.train.classes == ("0",)  # nobody looks into test
+    assert data.description.endswith("; 1 held out in val (not used: test)")
+    (tmp_path / "val-0.tar").write_bytes(tar({"val.png": png()}))
+    data = open_data(str(tmp_path))
+    assert data.test is not None
+    assert data.test.describe(0).endswith("test-0.tar: test.png")
+    assert data.train.classes == data.test.classes == ("0", "1")
+    assert data.description.endswith("; 1 held out in test (not used: val)")
+    (tmp_path / "test-0.tar").write_bytes(tar({"test.png": png()}))
+    data = open_data(str(tmp_path))
+    assert data.test is None
+    assert data.description.endswith("; val has no labels and is left out (not used: test)")
 
 
 def test_a_folder_of_pictures_with_an_archive_in_it_is_a_folder_of_pictures(tmp_path: Path) -> None:
@@ -616,6 +636,17 @@ def test_what_is_written_is_what_webdataset_reads(shards: Path) -> None:
         assert sample["png"] == folder.encoded(number)[0]
         assert int(sample["cls"]) == folder.labels[number]
     assert json.loads((shards / "classes.json").read_text()) == ["class 0", "class 1", "class 2"]
+
+
+def test_classes_that_only_a_later_split_has_are_named(tmp_path: Path) -> None:
+    for number, place in enumerate(("train/a", "train/b", "val/a", "val/b", "test/a", "test/b", "test/c")):
+        (tmp_path / "in" / place).mkdir(parents=True)
+        (tmp_path / "in" / place / "1.png").write_bytes(png(number))
+    write_shards(tmp_path / "in", tmp_path / "out")
+    splits = open_splits(str(tmp_path / "out"))
+    assert set(splits) == {"train", "val", "test"}
+    assert {source.classes for source in splits.values()} == {("a", "b", "c")}
+    assert splits["test"].labels.tolist() == [0, 1, 2]  # type: ignore[union-attr]
 
 
 def test_pixels_without_a_file_become_png(tmp_path: Path) -> None:

@@ -195,6 +195,8 @@ def test_settings_that_would_do_nothing_are_refused(capsys, tmp_path):
         "semi-supervised --baseline-epochs 5 --baseline-learning-rate 1": "--baseline-epochs and "
         "--baseline-learning-rate would do nothing without --baseline",
         "detection --warmup 0 --warmup-factor 0.1": "--warmup-factor would do nothing with --warmup 0",
+        "detection --no-extra-norm --proposal-gradient 1": "--proposal-gradient would do nothing with --no-extra-norm",
+        "svm --costs 1 --held-out 0.5": "--held-out would do nothing with a single cost",
     }
     for words, why in idle.items():
         name, *options = words.split()

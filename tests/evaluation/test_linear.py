@@ -203,6 +203,17 @@ def test_the_solution_does_not_depend_on_blocks_or_the_start(monkeypatch):
     torch.testing.assert_close(fit(features, labels, 4, 0.05, start=far).weight, whole.weight, atol=2e-3, rtol=1e-2)
 
 
+def test_the_scores_of_a_block_are_not_kept_for_a_gradient_that_nobody_asks_for(monkeypatch):
+    from co2.evaluation import regression
+
+    features, labels = clouds(200, 4, 6, seed=2)
+    monkeypatch.setattr(regression, "_BLOCK_ELEMENTS", 4 * 33)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda shape: shape):
+        fit(features, labels, 4, 0.05)
+    assert kept == []
+
+
 def test_the_strength_is_chosen_on_held_out_images():
     # More directions than images: hardly regularised, the noise is learnt by heart.
     generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,7 @@
 import dataclasses
 import shutil
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +32,10 @@ def voc(tmp_path_factory):
 def features_and_labels(subject, part):
     features = embed(subject.build(), part.images, subject.views).features.double().numpy()
     return features / (np.linalg.norm(features, axis=1, keepdims=True) + 1e-5), part.image_labels()
+
+
+def names_of(part):
+    return [Path(part.images.describe(index)).stem for index in range(len(part.images))]
 
 
 def test_the_papers_numbers():
@@ -111,7 +116,8 @@ def test_difficult_objects_count_neither_for_nor_against(pretrained, tmp_path):
     circle = train.classes.index("circle")
     judged = {}
     for part in (train, test):  # every second image with a circle shows only difficult ones
-        with_circle = [name for name, row in zip(part.names, part.image_labels(), strict=True) if row[circle] == 1]
+        names = names_of(part)
+        with_circle = [name for name, row in zip(names, part.image_labels(), strict=True) if row[circle] == 1]
         for name in with_circle[::2]:
 
             def mark(thing):
@@ -119,12 +125,12 @@ def test_difficult_objects_count_neither_for_nor_against(pretrained, tmp_path):
                     thing.find("difficult").text = "1"
 
             change_objects(annotations / f"{name}.xml", mark)
-        judged[part.names[0]] = [name not in with_circle[::2] for name in part.names]
+        judged[names[0]] = [name not in with_circle[::2] for name in names]
     result = evaluate(pretrained, tmp_path / "voc", ONE_COST)
 
     train, test = read_detection(tmp_path / "voc", "train2012", "val2012")
     (features, labels), (test_features, test_labels) = (features_and_labels(pretrained, part) for part in (train, test))
-    kept, test_kept = (np.array(judged[part.names[0]]) for part in (train, test))
+    kept, test_kept = (np.array(judged[names_of(part)[0]]) for part in (train, test))
     assert (labels[~kept, circle] == 0).all()
     machine = LinearSVC(
         C=1.0, class_weight={1: 2, -1: 1}, loss="squared_hinge", dual=True, max_iter=2000, random_state=0
@@ -171,14 +177,15 @@ def test_boxes_that_are_dropped_make_no_image_a_negative(pretrained, tmp_path):
     sound = evaluate(pretrained, tmp_path / "voc", ONE_COST)
     annotations = tmp_path / "voc" / "VOCdevkit" / "VOC2012" / "Annotations"
     train, _ = read_detection(tmp_path / "voc", "train2012", "val2012")
-    spoiled = [name for name, objects in zip(train.names, train.objects, strict=True) if len(objects.labels)][::2]
+    objects_of = dict(zip(names_of(train), train.objects, strict=True))
+    spoiled = [name for name, objects in objects_of.items() if len(objects.labels)][::2]
 
     def move_out(thing):
         thing.find("bndbox/xmin").text, thing.find("bndbox/xmax").text = "900", "950"
 
     for name in spoiled:
         change_objects(annotations / f"{name}.xml", move_out)
-    dropped = sum(len(train.objects[train.names.index(name)].labels) for name in spoiled)
+    dropped = sum(len(objects_of[name].labels) for name in spoiled)
     listener = Listener()
     result = evaluate(pretrained, tmp_path / "voc", ONE_COST, progress=listener)
     assert result.numbers == sound.numbers
