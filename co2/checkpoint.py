@@ -250,6 +250,8 @@ def load_backbone(run: str | Path, classes: int = 0) -> nn.Module:
         classes: 0 for a module that returns pooled features [N, width]; otherwise the width of a new classifier, ready
             to fine-tune.
     """
+    if classes < 0:
+        raise UserError(f"classes must be 0, for pooled features, or how many there are; got {classes}.")
     weights, description = read_backbone(run)
     stem: Any = description["stem"]
     name, view_size = description["backbone"], int(description["view_size"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os import PathLike, fspath
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -18,8 +20,10 @@ from co2.machine import check_workers
 from co2.objective.specification import NegativesSpecification, ObjectiveSpecification
 from co2.views.specification import Augmentation
 
-# What may change between a run and its continuation: where it stands and what it runs on, not what it is.
+# What may change between a run and its continuation: where it stands and what it runs on, not what it is. The precision
+# is part of how the work is done, but half a run in each would be neither.
 CIRCUMSTANCES = ("data", "out", "resume", "device", "workers", "execution")
+_NO_CIRCUMSTANCE = "execution.precision"
 
 
 @dataclass(frozen=True)
@@ -122,16 +126,36 @@ def _edited(settings: Any, changes: Mapping[str, Any], group: str = "") -> Any:
     for name in changes:
         if name not in names:
             raise UserError(f"An experiment has no setting '{group}{name}'.{did_you_mean(name, names)}")
-    values = {
-        name: _edited(getattr(settings, name), value, f"{name}.") if isinstance(value, dict) else value
-        for name, value in changes.items()
-    }
-    return dataclasses.replace(settings, **{name: _as_settings_are(value) for name, value in values.items()})
+    hints = get_type_hints(type(settings))
+    return dataclasses.replace(
+        settings,
+        **{
+            name: _new_value(hints[name], getattr(settings, name), value, group + name)
+            for name, value in changes.items()
+        },
+    )
+
+
+def _new_value(hint: Any, before: Any, value: Any, name: str) -> Any:
+    """What a setting becomes that was `before`, once it is known to be of the right kind."""
+    if not dataclasses.is_dataclass(before):
+        if isinstance(value, float) and not math.isfinite(value) and _fits(hint, 0.5):
+            return value  # what is wrong with it, its own specification says best
+        return _value(hint, value, name)
+    if isinstance(value, Mapping):
+        return _edited(before, value, f"{name}.")
+    if not isinstance(value, type(before)):
+        raise UserError(f"{name} is a group of settings. Give those that change by name: {name}={{...}}.")
+    return value
 
 
 def _as_settings_are(value: Any) -> Any:
-    """Lists are tuples in settings, and not equal to them."""
-    return tuple(value) if isinstance(value, list) else value
+    """Lists are tuples in settings, and not equal to them; numbers of NumPy and torch are plain ones, paths text."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_as_settings_are, value))
+    if isinstance(value, PathLike):
+        return fspath(value)
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def differences(ours: Experiment, theirs: Experiment) -> list[str]:
@@ -139,7 +163,8 @@ def differences(ours: Experiment, theirs: Experiment) -> list[str]:
     lines = []
     flat_ours, flat_theirs = flatten(ours), flatten(theirs)
     for name in flat_ours:
-        if name.split(".")[0] not in CIRCUMSTANCES and flat_ours[name] != flat_theirs[name]:
+        may_differ = name.split(".")[0] in CIRCUMSTANCES and name != _NO_CIRCUMSTANCE
+        if not may_differ and flat_ours[name] != flat_theirs[name]:
             theirs_shown, ours_shown = _shown(flat_theirs[name]), _shown(flat_ours[name])
             lines.append(f"{name}: {theirs_shown} in the run folder, {ours_shown} asked for")
     return lines
@@ -174,7 +199,7 @@ def _from_plain(kind: Any, plain: Any, group: str = "") -> Any:
 def _value(hint: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _from_plain(hint, value, name + ".")
-    value = _as_settings_are(value)  # JSON has no tuples
+    value = _as_settings_are(value)
     if not _fits(hint, value):
         raise UserError(f"{name} cannot be {_shown(value)}: it has to be {_wanted(hint)}.")
     return value
@@ -195,7 +220,7 @@ def _wanted(hint: Any) -> str:
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Whether a value read from JSON can stand where a field is declared as `hint`."""
+    """Whether a value can stand where a field is declared as `hint`."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Literal:
         return isinstance(value, str) and value in inner

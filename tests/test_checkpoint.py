@@ -209,6 +209,8 @@ def test_load_backbone_takes_a_folder_or_a_file_and_makes_a_classifier(tmp_path)
     assert torch.equal(load_backbone(run).eval()(images), backbone.eval()(images))
     assert torch.equal(load_backbone(str(run / "backbone.safetensors")).eval()(images), backbone(images))
     assert load_backbone(run, classes=7)(images).shape == (2, 7)
+    with pytest.raises(co2.UserError, match="got -1"):
+        load_backbone(run, classes=-1)
 
 
 @pytest.mark.parametrize("classes", [0, 5])

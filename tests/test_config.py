@@ -1,10 +1,13 @@
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import co2
 from co2 import recipes
 from co2.config import Experiment, differences
+from co2.views.specification import small_views
 
 
 def test_the_learning_rate_follows_the_batch_size_unless_it_is_set():
@@ -101,6 +104,37 @@ def test_what_a_setting_has_to_be_is_said(setting, value, wanted):
         Experiment.from_json(json.dumps(plain))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"optimisation": {"schedule": "cosin"}},
+            "schedule cannot be cosin: it has to be one of step, cosine",
+        ),
+        ({"optimisation": {"optimiser": "adam"}}, "optimiser cannot be adam"),
+        ({"execution": {"precision": "bf16"}}, "precision cannot be bf16: it has to be one of auto, float32, bfloat16"),
+        ({"encoder": {"head": "MLP"}}, "head cannot be MLP"),
+        ({"encoder": {"stem": "tiny"}}, "stem cannot be tiny"),
+        ({"encoder": {"head": "linear", "hidden": 64}}, "A linear head has no hidden layer"),
+        ({"negatives": {"source": "bank"}}, "source cannot be bank"),
+        ({"epochs": 1.5}, "epochs cannot be 1.5: it has to be a whole number"),
+        ({"seed": "x"}, "seed cannot be x"),
+        ({"objective": 3}, "objective is a group of settings"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_when_it_is_given(changes, message):
+    with pytest.raises(co2.UserError, match=message):
+        recipes.moco_v2().edit(**changes)
+
+
+def test_values_of_other_libraries_become_plain_ones():
+    edited = recipes.co2_v2().edit(
+        data=Path("pictures"), epochs=np.int64(7), objective={"alpha": np.float64(2.5)}, views=small_views(48)
+    )
+    assert (edited.data, edited.epochs, edited.objective.alpha, edited.views.size) == ("pictures", 7, 2.5, 48)
+    assert Experiment.from_json(edited.to_json()) == edited
+
+
 def test_differences_name_settings_and_leave_circumstances_aside():
     ours = recipes.co2_v2()
     theirs = ours.edit(out="elsewhere", device="cpu", workers=3, resume=True, data="moved")
@@ -110,6 +144,8 @@ def test_differences_name_settings_and_leave_circumstances_aside():
         "epochs: 3 in the run folder, 200 asked for",
         "objective.alpha: 1.0 in the run folder, 0.3 asked for",
     ]
+    elsewhere = ours.edit(execution={"step": "eager", "precision": "bfloat16"})
+    assert differences(ours, elsewhere) == ["execution.precision: bfloat16 in the run folder, auto asked for"]
 
 
 def test_settings_of_another_version_are_refused_by_name():

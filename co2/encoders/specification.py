@@ -34,5 +34,7 @@ class EncoderSpecification:
     def __post_init__(self) -> None:
         if self.dimension < 1 or (self.hidden is not None and self.hidden < 1):
             raise UserError("encoder.dimension and encoder.hidden must be at least 1.")
+        if self.hidden is not None and self.head == "linear":
+            raise UserError("A linear head has no hidden layer: leave encoder.hidden out, or give encoder.head mlp.")
         if self.groups < 1:
             raise UserError(f"encoder.groups must be at least 1; got {self.groups}.")

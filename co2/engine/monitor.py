@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +34,10 @@ class Monitor:
         self.device = device
         self.workers = workers
         self.health = splits.train.spread(limits.health_images)
-        self.bank = splits.bank.spread_over_classes(limits.bank_images) if splits.bank is not None else None
+        # Among pictures of one class every answer is right.
+        bank = splits.bank
+        several = bank is not None and bank.labels is not None and len(np.unique(bank.labels)) > 1
+        self.bank = bank.spread_over_classes(limits.bank_images) if bank is not None and several else None
         self.queries = splits.test.spread_over_classes(limits.query_images) if splits.test is not None else None
         # Small pictures keep a GPU busy only in large batches.
         self.batch_size = 2048 if device.type == "cuda" and experiment.views.size <= 64 else 256

@@ -101,7 +101,8 @@ class Lines:
 
     def __init__(self, epochs: int) -> None:
         self.epochs = epochs
-        self.latest: Mapping[str, float] = {}
+        self.step = 0
+        self.intervals: list[tuple[int, Mapping[str, float]]] = []  # of the epoch: how many steps, and their averages
         self.log = Lasting(sys.stdout)
 
     def say(self, text: str) -> None:
@@ -111,13 +112,20 @@ class Lines:
         pass
 
     def begin(self, steps: int, first_step: int, work: Work) -> None:
-        pass
+        self.step = first_step
 
     def interval(self, step: int, values: Mapping[str, float]) -> None:
-        self.latest = values
+        self.intervals.append((step - self.step, values))
+        self.step = step
 
     def epoch(self, number: int, values: Mapping[str, float]) -> None:
-        self.say(epoch_line(number, self.epochs, {**self.latest, **values}))
+        self.say(epoch_line(number, self.epochs, {**self._averages(), **values}))
+        self.intervals = []
+
+    def _averages(self) -> dict[str, float]:
+        steps = sum(count for count, _ in self.intervals)
+        names = self.intervals[0][1] if self.intervals else {}
+        return {name: sum(count * values[name] for count, values in self.intervals) / steps for name in names}
 
     def close(self) -> None:
         pass

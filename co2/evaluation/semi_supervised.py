@@ -37,6 +37,8 @@ from co2.evaluation.specification import SEMI_SUPERVISED_QUICK as QUICK
 from co2.evaluation.specification import SemiSupervisedSettings
 from co2.evaluation.subject import Subject
 
+MORE_THAN_ASKED = 1.1  # times: from here on it is said that a share of the labels is a larger one
+
 __all__ = ["PAPER", "PAPER_V1", "QUICK", "SemiSupervisedSettings", "evaluate", "parameter_groups"]
 
 
@@ -71,6 +73,11 @@ def evaluate(
         chosen = balanced_subset(split.train_labels, fraction, seed)  # [n]
         subset = split.train.subset(chosen)
         subsets[share] = {"images": len(subset), "of": len(split.train), "indices": chosen.tolist()}
+        if len(subset) > MORE_THAN_ASKED * fraction * len(split.train):
+            progress.say(
+                f"semi-supervised: {share} of the labels are {len(subset):,} of {len(split.train):,} images here, "
+                f"{len(subset) / len(split.train):.1%}: at least one of each class."
+            )
         kinds = [("", subject, tuning)]
         if settings.baseline:
             kinds.append(("scratch_", subject.random(seed), scratch))

@@ -47,6 +47,8 @@ class Page:
 def write_page(path: str | Path, page: Page) -> Path:
     """Write the page, making its folder if need be."""
     path = Path(path)
+    if path.is_file() and not path.read_bytes().startswith(b"<!DOCTYPE html>"):
+        raise UserError(f"{path} is no page, and is left alone. Choose another --out.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Names of files need not be text.

@@ -65,6 +65,17 @@ def test_without_held_out_images_no_image_votes_for_itself():
     assert Monitor(experiment, alone, CPU, workers=0).measure(encoder)["knn_top1"] < 0.4
 
 
+def test_where_all_pictures_are_of_one_class_nothing_is_classified():
+    """Every answer would be right."""
+    experiment = recipes.get("demo-co2").edit(data="shapes:60:32", monitoring={"health_images": 16})
+    encoder = build_encoder(experiment.encoder, experiment.views.size)
+    splits = open_data(experiment.data)
+    splits.bank.labels = np.zeros_like(splits.bank.labels)
+    numbers = Monitor(experiment, splits, CPU, workers=0).measure(encoder)
+    assert "effective_rank" in numbers
+    assert not any(name.startswith("knn") for name in numbers)
+
+
 def readings(monkeypatch, device):
     """How often pictures are read in two measurements, both of which give the same."""
     experiment = recipes.get("demo-co2").edit(data="shapes:60:32", monitoring={"health_images": 16})

@@ -369,6 +369,7 @@ def test_resuming_nothing_or_something_else_is_refused(tiny, tmp_path):
         {"negatives": {"momentum": 0.5}},
         {"objective": {"tau_instance": 0.3}},
         {"optimisation": {"learning_rate": 0.5}},
+        {"execution": {"precision": "bfloat16"}},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -3,9 +3,9 @@
 import pytest
 from rich.console import Console
 
-from co2.engine.progress import Bar
+from co2.engine.progress import Bar, Lines
 
-NUMBERS = {"instance": 5.0, "consistency": 0.5, "top1": 0.25, "images_per_second": 1234.0}
+NUMBERS = {"instance": 5.0, "consistency": 0.5, "top1": 0.25, "images_per_second": 1234.0, "waiting": 0.1}
 
 
 @pytest.fixture
@@ -42,3 +42,17 @@ def test_what_comes_before_the_first_step_is_counted_too(bar):
     bar.begin(10, 0, float)
     assert "Reading images" not in shown(bar)
     assert "0/10" in shown(bar)
+
+
+def test_the_line_of_an_epoch_is_about_all_of_its_steps(capsys):
+    lines = Lines(epochs=2)
+    lines.begin(20, 4, float)  # a run that is continued in the middle of an epoch
+    lines.interval(8, NUMBERS | {"instance": 6.0})
+    lines.interval(10, NUMBERS | {"instance": 3.0})
+    lines.epoch(1, {"effective_rank": 8.0})
+    lines.interval(20, NUMBERS | {"instance": 1.0})
+    lines.epoch(2, {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "L_ins 5.000" in first
+    assert "effective rank 8.0" in first
+    assert "L_ins 1.000" in second

@@ -146,6 +146,15 @@ def test_unreadable_images_are_said_once_and_recorded(pretrained, shapes):
     assert result.details["unreadable"] == {f"picture {index}": "torn" for index in [3, *range(0, 100, 9)]}
 
 
+def test_that_a_share_of_the_labels_is_a_larger_one_is_said(pretrained, shapes):
+    """Of ten classes a hundredth of a hundred images would be one image."""
+    listener = Listener()
+    settings = dataclasses.replace(SHORT, fractions=(0.01, 0.2), epochs=1, milestones=())
+    evaluate(pretrained, shapes(100), settings, progress=listener)
+    (line,) = listener.lines
+    assert line == "semi-supervised: 1% of the labels are 10 of 100 images here, 10.0%: at least one of each class."
+
+
 def test_the_only_image_of_a_class_is_not_put_aside(pretrained, shapes):
     data = shapes(60)
     labels = data.bank.labels

@@ -179,7 +179,7 @@ def test_mistakes_get_a_remedy(make_run, tmp_path: Path) -> None:
 
 def test_writing_replaces_an_older_page(demo_page: Page, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    path.write_text("old " * 10**6)
+    path.write_text("<!DOCTYPE html>" + "old " * 10**6)
     assert write_page(path, demo_page) == path
     assert path.read_text(encoding="utf-8") == page_html(demo_page)
 
@@ -204,3 +204,14 @@ def test_folders_whose_names_are_no_text_are_reported_on(make_run, tmp_path) -> 
     page = report_runs(folders, tmp_path / "page.html").read_text(encoding="utf-8")
     assert "not \\udcff text" in page
     assert Reader(page).rows[2][0].strip() == "not \\udcff text"
+
+
+def test_what_is_no_page_is_not_written_over(make_run, tmp_path) -> None:
+    run = make_run("run", epochs=2)
+    weights = tmp_path / "backbone.safetensors"
+    weights.write_bytes(b"weights")
+    with pytest.raises(UserError, match="is no page, and is left alone"):
+        report_runs([run], weights)
+    assert weights.read_bytes() == b"weights"
+    page = report_runs([run], tmp_path / "page.html")
+    assert report_runs([run], page).read_text().startswith("<!DOCTYPE html>")
