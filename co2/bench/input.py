@@ -35,7 +35,7 @@ from co2.engine.pretrain import check_sizes
 from co2.errors import RunError, UserError
 from co2.machine import choose_device, choose_workers
 from co2.views.choose_input import choose_input
-from co2.views.loader import Batch, ViewLoader
+from co2.views.loader import Batch, ViewLoader, write_views
 from co2.views.parameters import draw
 from co2.views.resident import views_of
 
@@ -248,7 +248,13 @@ def _decoded(files: list[bytes], device: torch.device) -> tuple[list[Tensor], st
 
 
 def _view_seconds(experiment: Experiment, images: list[Tensor], device: torch.device) -> float:
+    """How long the views of these images take, made as training on this device makes them."""
     count, views = len(images), experiment.negatives.views_per_image
+    if device.type != "cuda":
+        size = experiment.views.size
+        into = torch.empty(views, count, 3, size, size, dtype=torch.uint8)
+        indices = list(range(count))
+        return _timed(lambda: write_views(into, images, indices, experiment.views, experiment.seed, 0), device)[1]
     heights, widths = torch.tensor([image.shape[-2:] for image in images] * views, device=device).unbind(1)  # [V * N]
     lengths = 3 * heights[:count] * widths[:count]  # [N]
     offsets = (lengths.cumsum(0) - lengths).repeat(views)  # [V * N]
@@ -260,8 +266,7 @@ def _view_seconds(experiment: Experiment, images: list[Tensor], device: torch.de
         drawn = draw(experiment.views, experiment.seed, 0, numbers, view, heights, widths)
         return views_of(pixels, offsets, heights, widths, drawn, experiment.views)
 
-    if device.type == "cuda":
-        make()  # compiles the kernels
+    make()  # compiles the kernels
     return _timed(make, device)[1]
 
 

@@ -156,25 +156,26 @@ class _AugmentedViews:
                 bytes_held += image.numel()
                 if len(indices) == len(wanted) or bytes_held > _BYTES_HELD:
                     done = len(indices) - len(held)
-                    self._make(epoch, indices[done:], held, views[:, done:], augmentation)
+                    write_views(views[:, done:], held, indices[done:], augmentation, self.seed, epoch)
                     held, bytes_held = [], 0
         return Batch(torch.tensor(indices), views, list(bad.items()), len(indices))
 
-    def _make(
-        self, epoch: int, indices: list[int], images: list[Tensor], views: Tensor, augmentation: Augmentation
-    ) -> None:
-        """Write the views of these images into the first places of `views` [V, B, 3, S, S]."""
-        count = len(images)
-        numbers = torch.arange(self.views).repeat_interleave(count)  # [V * B]
-        heights, widths = torch.tensor([image.shape[-2:] for image in images] * self.views).unbind(1)  # [V * B] each
-        drawn = draw(augmentation, self.seed, epoch, torch.tensor(indices * self.views), numbers, heights, widths)
-        made = views[:, :count]  # [V, B, 3, S, S]
-        if augmentation.size <= LARGEST_SIZE:
-            made.copy_(make_views(images * self.views, drawn, augmentation).view_as(made))
-            return
-        for place, row in enumerate(drawn.rows()):
-            view, image = divmod(place, count)
-            made[view, image] = make_view(images[image], row, augmentation)
+
+def write_views(
+    views: Tensor, images: list[Tensor], indices: list[int], augmentation: Augmentation, seed: int, epoch: int
+) -> None:
+    """Write the views of these images, uint8 [3, H, W] each, into the first places of `views` [V, B, 3, S, S]."""
+    of_each, count = len(views), len(images)
+    numbers = torch.arange(of_each).repeat_interleave(count)  # [V * n]
+    heights, widths = torch.tensor([image.shape[-2:] for image in images] * of_each).unbind(1)  # [V * n] each
+    drawn = draw(augmentation, seed, epoch, torch.tensor(indices * of_each), numbers, heights, widths)
+    made = views[:, :count]  # [V, n, 3, S, S]
+    if augmentation.size <= LARGEST_SIZE:
+        made.copy_(make_views(images * of_each, drawn, augmentation).view_as(made))
+        return
+    for place, row in enumerate(drawn.rows()):
+        view, image = divmod(place, count)
+        made[view, image] = make_view(images[image], row, augmentation)
 
 
 class _PlainViews:

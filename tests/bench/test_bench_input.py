@@ -19,6 +19,7 @@ from co2.bench.specification import InputBenchmark
 from co2.cli import main
 from co2.data.open import open_data
 from co2.errors import RunError, UserError
+from co2.views import loader
 
 SETTINGS = [
     "--batch-size", "4", "--views.size", "16", "--encoder.groups", "2", "--device", "cpu", "--workers", "0",
@@ -134,6 +135,15 @@ def test_the_pieces_are_measured_all_over_the_data(tmp_path: Path, tiny: Any, mo
     for number in range(12):
         path_of(tmp_path, number).unlink()
     assert measure_pieces(tiny(), source, torch.device("cpu")) == {}
+
+
+def test_on_a_cpu_views_are_timed_as_its_workers_make_them(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by what makes them on a GPU, which is slower there than the whole way of an image."""
+    made = []
+    write_views = loader.write_views
+    monkeypatch.setattr("co2.bench.input.write_views", lambda *how: made.append(how[0].shape) or write_views(*how))
+    measure_pieces(tiny(), open_data("shapes:6:24").train, torch.device("cpu"))
+    assert made == [(2, 6, 3, 16, 16)]
 
 
 def test_images_in_memory_are_neither_read_nor_decoded(tiny: Any) -> None:
