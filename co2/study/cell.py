@@ -29,7 +29,7 @@ import torch
 import torchvision
 
 import co2
-from co2.checkpoint import BACKBONE, CHECKPOINTS, CONFIG
+from co2.checkpoint import BACKBONE, CHECKPOINTS, CONFIG, checkpoints
 from co2.config import Experiment, differences
 from co2.data.open import DataSplits, open_data
 from co2.engine.pretrain import Stopped, pretrain
@@ -47,6 +47,7 @@ from co2.study.records import columns, read_record, settings_to_record, write_re
 from co2.study.settings import plain_settings
 
 EVALUATIONS = "evaluation"
+_NAMED_IF_SEVERAL = ("co2", "python", "torch", "torchvision", "numpy", "cuda", "device")  # of what a cell is made with
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ def work_on(job_file: str) -> int:
     job = Job.read(Path(job_file))
     experiment = Experiment.from_json(job.experiment)
     run = Path(experiment.out)
-    with _alone(run), _session(run):
+    device = choose_device(experiment.device)
+    with _alone(run), _session(run, None if is_pretrained(run, experiment) else made_with(device)):
         images = numbers_of(open_data(experiment.data))
         if not is_pretrained(run, experiment):
             if not (run / CONFIG).is_file():  # one that goes on is of what it was begun with
@@ -96,7 +98,7 @@ def work_on(job_file: str) -> int:
                 return 128 + stop.signal_number
         if not job.keep_checkpoints:
             shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)  # a finished run has nothing to continue
-        _judge(job, experiment, run, images)
+        _judge(job, experiment, run, images, device)
     return 0
 
 
@@ -138,12 +140,11 @@ def remove_run(run: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _judge(job: Job, experiment: Experiment, run: Path, images: Mapping[str, int]) -> None:
+def _judge(job: Job, experiment: Experiment, run: Path, images: Mapping[str, int], device: torch.device) -> None:
     """Evaluate what is not evaluated yet, and bring the record up to date after each."""
     backbone = hashlib.sha256((run / BACKBONE).read_bytes()).hexdigest()
     folder = run / EVALUATIONS
     folder.mkdir(exist_ok=True)
-    device = choose_device(experiment.device)
     data = {"name": job.data, **images, "validate": job.validate}
     circumstances = Circumstances(
         data=experiment.data,
@@ -205,6 +206,9 @@ def _compose(
     rows = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("train", "epoch", "advice")}
     settings = plain_settings(experiment) | {"data": job.data}
+    trained_with = _trained_with(run)
+    if not trained_with and earlier is not None and earlier.content.get("backbone_sha256") == backbone:
+        trained_with = earlier.content["made_with"]  # the same training, before sessions noted it
     content = {
         "cell": job.cell,
         "seed": experiment.seed,
@@ -212,7 +216,7 @@ def _compose(
         "data": dict(data),
         "evaluations": evaluations,
         "seconds": _seconds(run, by_kind["train"], experiment),
-        "made_with": made_with(device) | {"commit": _commits(run), "command": job.command},
+        "made_with": {**(trained_with or made_with(device)), "commit": _commits(run), "command": job.command},
         "backbone_sha256": backbone,
         "curves": {kind: columns(by_kind[kind]) for kind in ("train", "epoch")},
         "advice": [row["text"] for row in by_kind["advice"]],
@@ -243,16 +247,27 @@ def _sessions_file(run: Path) -> Path:
 
 
 @contextmanager
-def _session(run: Path) -> Iterator[None]:
+def _session(run: Path, trains_with: Mapping[str, Any] | None) -> Iterator[None]:
     """Note when work on a cell begins and ends, and with which commit: the checkout may move on while it trains. One
-    that was killed ended when its last line was logged."""
+    that was killed ended when its last line was logged.
+
+    Args:
+        run: the run folder.
+        trains_with: versions and device, if there is something to train: a later session may judge on another one.
+    """
     path = _sessions_file(run)
     sessions = _read_sessions(path)
     if sessions and sessions[-1]["ended"] is None:
         metrics = run / METRICS
         last = metrics.stat().st_mtime if metrics.is_file() else sessions[-1]["began"]
         sessions[-1]["ended"] = max(last, sessions[-1]["began"])
-    sessions.append({"began": time.time(), "ended": None, "commit": commit()})
+    session: dict[str, Any] = {"began": time.time(), "ended": None, "commit": commit()}
+    if trains_with is not None:
+        session["trains_with"] = dict(trains_with)
+        if not checkpoints(run):  # then nothing of what earlier ones have trained is left
+            for earlier in sessions:
+                earlier.pop("trains_with", None)
+    sessions.append(session)
     _write_sessions(path, sessions)
     try:
         yield
@@ -277,6 +292,16 @@ def _commits(run: Path) -> str | None:
     """Of the code that worked on the cell; several where a later sitting had another."""
     found = [one.get("commit") for one in _read_sessions(_sessions_file(run))]
     return " then ".join(dict.fromkeys(filter(None, found))) or None
+
+
+def _trained_with(run: Path) -> dict[str, Any]:
+    """Versions and device of the sessions that trained the cell, several where they differ, and the cores and the date
+    of the last. Empty where none has noted them, as none did in earlier versions."""
+    found = [one["trains_with"] for one in _read_sessions(_sessions_file(run)) if "trains_with" in one]
+    if not found:
+        return {}
+    by_name = {name: dict.fromkeys(filter(None, (one.get(name) for one in found))) for name in _NAMED_IF_SEVERAL}
+    return found[-1] | {name: " then ".join(values) for name, values in by_name.items() if values}
 
 
 def _seconds(run: Path, train: list[dict[str, Any]], experiment: Experiment) -> dict[str, float | int]:

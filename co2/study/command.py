@@ -20,7 +20,7 @@ from co2.evaluation.presets import Preset
 from co2.study import grids
 from co2.study.grids import STUDIES, Wanted, cost_of, pixels_of, study_called
 from co2.study.judges import BESIDES, judges
-from co2.study.plan import RUNS, Cell, Grid, Plan, all_cells, merge_plans, read_plan, write_plan
+from co2.study.plan import CELLS, PLAN, RUNS, Cell, Grid, Plan, add_to_plan, all_cells, merge_plans, read_plan
 from co2.study.settings import changed, parse_assignments, refuse_decided
 
 if TYPE_CHECKING:
@@ -256,6 +256,8 @@ def _study(names: list[str], request: Request) -> int:
         raise UserError("A study needs labelled images: give --data, as for `co2 pretrain`.")
     asked = make_plan(names, request)
     plan = merge_plans(earlier, asked, out, request.redo)
+    if earlier is not None:
+        _say_what_goes(earlier, plan, out)
     chosen = _chosen(plan, names, request.only)
     if "transfer" in names and not request.voc and not request.report_only and not request.plan:
         raise UserError("transfer needs PASCAL VOC's layout: give --voc with the folder that holds VOCdevkit.")
@@ -279,22 +281,33 @@ def _study(names: list[str], request: Request) -> int:
     if request.plan:
         return _show_plan(plan, cells, circumstances)
     if request.report_only:
-        write_plan(out, plan)
+        add_to_plan(out, plan, request.redo)
         return _write_up(out, plan, names)
     commands = {cell.name: asked.grids[name].command for name in reversed(names) for cell in plan.cells(name)}
     todo, done = outstanding(cells, plan, circumstances)  # what is refused is refused before anything is written
     if done:
         print(f"{len(done)} of {len(cells)} cells are done already.", flush=True)
-    write_plan(out, merge_plans(read_plan(out), plan, out, request.redo))  # another sitting may have begun meanwhile
+    add_to_plan(out, plan, request.redo)  # another sitting may have begun meanwhile
     keep_runs_out_of_git(out, runs)
     outcome = sit(todo, len(done), plan, circumstances, commands)
-    _write_up(out, read_plan(out) or plan, names)
+    newest = read_plan(out)  # which another sitting may have added to, or taken these studies out of by --redo
+    _write_up(out, newest if newest is not None and newest.grids.keys() >= set(names) else plan, names)
     if outcome.signal_number:
         return 128 + outcome.signal_number
     if outcome.failed:
         print(f"Failed: {', '.join(outcome.failed)}. The same command tries them again.")
         return 1
     return 0
+
+
+def _say_what_goes(earlier: Plan, plan: Plan, out: Path) -> None:
+    given_up = [name for name in earlier.grids if name not in plan.grids]
+    if given_up:
+        print(
+            f"--redo takes {' and '.join(given_up)} out of {out / PLAN}: nothing there is for negatives.source="
+            f"{plan.base.negatives.source}. The records stay in {out / CELLS}.",
+            flush=True,
+        )
 
 
 def make_plan(names: Sequence[str], request: Request) -> Plan:

@@ -276,6 +276,10 @@ def vary(wanted: Wanted) -> list[Variant]:
             if setting not in _NAMED or name == base.name:
                 name = re.sub(r"[^\w.]+", "-", f"{base.name}-{setting}-{text}")
             variants.append(Variant(name, f"{setting} = {text}", changes, baseline=base.name))
+    if len(variants) == 1:
+        raise UserError(
+            f"vary has nothing to compare: every value of {' and '.join(wanted.vary)} is the base's own. Give others."
+        )
     return _each_once(variants)
 
 

@@ -7,11 +7,12 @@ regression in seconds, and `linear-paper` beside it the paper's own, SGD for 100
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from co2.errors import UserError, did_you_mean
-from co2.evaluation.presets import Preset, settings_of
+from co2.evaluation.presets import Preset, check_given, settings_of
 from co2.study.settings import changed_settings, parse_assignments
 
 QUICK = ("knn", "linear")
@@ -45,6 +46,7 @@ def judges(
         name: settings_of(protocol_of(name), "paper" if name == LINEAR_PAPER else preset, recipe)
         for name in (*names, *(besides if names != TRANSFER else ()))
     }
+    changes: dict[str, dict[str, Any]] = {}
     for setting, value in parse_assignments(edits, "--evaluation").items():
         judge, _, inner = setting.partition(".")
         judge = judge.replace("_", "-")
@@ -55,5 +57,17 @@ def judges(
         if judge in BESIDES and judge not in besides:
             raise UserError(f"Nothing is judged by {judge} here. Ask for it with --also {judge}.")
         if judge in settings:  # else it is for another study of the same data
-            settings[judge] = changed_settings(settings[judge], {inner: value}, judge)
-    return {name: dataclasses.asdict(one) for name, one in settings.items()}
+            changes.setdefault(judge, {})[inner] = value
+    edited = {judge: _edited(judge, one, changes.get(judge, {})) for judge, one in settings.items()}
+    return {judge: dataclasses.asdict(one) for judge, one in edited.items()}
+
+
+def _edited(judge: str, settings: Any, changes: Mapping[str, Any]) -> Any:
+    try:
+        edited = changed_settings(settings, changes, judge)
+        check_given(judge, edited, changes)
+    except UserError as error:  # where `co2 evaluate` has options, a study has names to give to --evaluation
+        options = {f"--{name.replace('_', '-')}": f"{judge}.{name}" for name in settings.__dataclass_fields__}
+        words = re.sub(r"--[\w-]+", lambda option: options.get(option[0], option[0]), str(error))
+        raise UserError(words) from None
+    return edited

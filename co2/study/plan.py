@@ -7,9 +7,12 @@ should be; the records in cells/ say which there are. Nothing here imports torch
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ PLAN = "study.json"
 CELLS = "cells"
 RUNS = "runs"
 FAILED = ".failed.json"
+_LOCK = f"{PLAN}.lock"
 _SEED = re.compile(r"(?P<variant>.+)-s(?P<seed>\d+)")
 
 
@@ -130,8 +134,37 @@ def _grid(plain: Mapping[str, Any]) -> Grid:
     )
 
 
+def add_to_plan(folder: Path, asked: Plan, redo: bool) -> None:
+    """Write what is asked for into the plan of a folder, to which other sittings may add at the same time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        write_plan(folder, merge_plans(read_plan(folder), asked, folder, redo))
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process is at the plan of a folder, and keep them from it. Leaves nothing behind: folders of
+    results are for keeping."""
+    path, taken = folder / _LOCK, False
+    while not taken:
+        with open(path, "w", encoding="utf-8") as lock:
+            with suppress(OSError):  # there are file systems without locks
+                fcntl.lockf(lock, fcntl.LOCK_EX)  # let go of when the process ends, in whatever way
+            with suppress(FileNotFoundError):
+                taken = os.path.samefile(lock.fileno(), path)  # else who had it before us has removed this one
+            if taken:
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+
+
 def merge_plans(earlier: Plan | None, asked: Plan, folder: Path, redo: bool) -> Plan:
-    """The plan of a folder with what is asked for now added to it. Studies of one folder share their base."""
+    """The plan of a folder with what is asked for now added to it. Studies of one folder share their base.
+
+    On another base, earlier studies are kept as far as variants can be called what they are: by their source of
+    negatives first of all, so that of another source's nothing can.
+    """
     if earlier is None:
         return asked
     lines = [line.replace("the run folder", str(folder)) for line in differences(asked.base, earlier.base)]
@@ -144,9 +177,11 @@ def merge_plans(earlier: Plan | None, asked: Plan, folder: Path, redo: bool) -> 
             + "\n  ".join(lines)
             + "\nChoose another --out, or say --redo to compute them again with the new settings."
         )
+    same_source = earlier.base.negatives.source == asked.base.negatives.source
     kept = {
         name: replace(grid, variants=tuple(rebased(variant, earlier.base, asked.base) for variant in grid.variants))
         for name, grid in earlier.grids.items()
+        if same_source
     }
     grids = {**kept, **asked.grids}
     if not lines:

@@ -76,12 +76,13 @@ ELSEWHERE = ("byol", "moco-v2", "co2-v2")
 """Methods that are not trained here, and stand in the tables for orientation."""
 
 
-def published_for(data: str, measures: frozenset[str]) -> list[Published]:
-    """The numbers to show beside a study of this data: those on the same or the nearest data, of what it measures.
+def published_for(data: str, measures: frozenset[str], classes: int | None = None) -> list[Published]:
+    """The numbers to show beside a study of this data, with so many classes where that is known: those on the same or
+    the nearest data, of what it measures.
 
     Transfer to VOC was published from ImageNet-1K alone; it stands beside whatever the backbones here saw.
     """
-    kind = _kind_of(data)
+    kind = _kind_of(data, classes)
     return [
         one
         for one in PUBLISHED
@@ -90,9 +91,10 @@ def published_for(data: str, measures: frozenset[str]) -> list[Published]:
     ]
 
 
-def _kind_of(data: str) -> str:
+def _kind_of(data: str, classes: int | None) -> str:
     """Which published data a path stands for, by its name; nothing for data of one's own."""
     name = data.lower()
-    if re.search(r"cifar(?![-_]?100)", name):
-        return "cifar-10"
+    if "cifar" in name:  # the innermost folder says which of the two; where none does, only the classes do
+        called = [str(classes), *re.findall(r"cifar[-_]?(\d+)", name)][-1]
+        return "cifar-10" if called == "10" and classes in (10, None) else ""
     return "imagenet-100" if re.search(r"imagenet[-_]?100(?!0)", name) else ""

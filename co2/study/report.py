@@ -153,6 +153,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def _refuse_foreign(out: Path) -> None:
+    if out.is_dir():
+        raise UserError(f"{out} is a folder. Give --out the name of a page in it: {out / 'RESULTS.md'}.")
     if out.is_file() and not out.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
         raise UserError(f"{out} was not written by `co2 study report` and is left alone. Choose another --out.")
 

@@ -75,9 +75,10 @@ def plain_settings(experiment: Experiment) -> dict[str, Any]:
 
 
 def changed_settings(settings: Any, changes: Mapping[str, Any], protocol: str) -> Any:
-    """The settings of a protocol, a dataclass, with some changed by name."""
+    """The settings of a protocol, a dataclass, with some changed by name: at once, since each is checked with the
+    others."""
+    known, fitting = settings.__dataclass_fields__, {}
     for name, value in changes.items():
-        known = settings.__dataclass_fields__
         if name not in known:
             raise UserError(
                 f"{protocol} has no setting '{name}'.{did_you_mean(name, known)} It has {', '.join(known)}."
@@ -90,5 +91,5 @@ def changed_settings(settings: Any, changes: Mapping[str, Any], protocol: str) -
             value = float(value)
         if type(value) is not type(default):
             raise UserError(f"{protocol}.{name} cannot be {value!r}: it is {default!r} by default.")
-        settings = dataclasses.replace(settings, **{name: value})
-    return settings
+        fitting[name] = value
+    return dataclasses.replace(settings, **fitting)

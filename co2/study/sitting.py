@@ -383,10 +383,8 @@ class _Sitting:
         goes_on = "goes on from its last checkpoint" if checkpoints(run) else "begins"
         if (run / BACKBONE).is_file():
             goes_on = "is pre-trained, and judged next"
-        print(f"[{self._number_done() + len(self.running)}/{self.cells}] {cell.name} {goes_on}", flush=True)
-
-    def _number_done(self) -> int:
-        return self.already + len(self.outcome.done) + len(self.outcome.failed)
+        begun = self.already + len(self.outcome.done) + len(self.outcome.failed) + len(self.running)
+        print(f"[{begun}/{self.cells}] {cell.name} {goes_on}", flush=True)
 
     def _stop(self) -> None:
         for one in self.running:
@@ -463,7 +461,9 @@ class _Sitting:
 
     def _status(self) -> str:
         stands = ", ".join(f"{one.cell.name} {self._doing(one)}" for one in self.running)
-        return f"{self._number_done()} of {self.cells} cells done; {stands or 'none running'}.{self._time_left()}"
+        done = f"{self.already + len(self.outcome.done)} of {self.cells} cells done"
+        done += f", {len(self.outcome.failed)} failed" if self.outcome.failed else ""
+        return f"{done}; {stands or 'none running'}.{self._time_left()}"
 
     @contextmanager
     def _display(self) -> Iterator[Any]:

@@ -318,9 +318,10 @@ def _throughout(results: Results) -> str:
 def _published_table(results: Results) -> str:
     measures = {measure.name: measure for measure in measures_of(results)}
     methods = {variant.published for variant in results.variants}
+    classes = results.found[0].content["data"].get("classes") if results.found else None
     found = [
         one
-        for one in published_for(results.base.data, frozenset(measures))
+        for one in published_for(results.base.data, frozenset(measures), classes)
         if one.method in methods or (one.method in ELSEWHERE and results.study in ("claim", "transfer"))
     ]
     if not found or results.validate is not None:

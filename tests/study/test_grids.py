@@ -200,6 +200,12 @@ def test_measurements_during_a_run_are_few_unless_asked_for():
         ({"evaluation": ("semi_supervised.epochs=3",)}, "Ask for it with --also semi-supervised"),
         ({"evaluation": ("knn=3",)}, "has no setting ''. It has k, temperature"),
         ({"evaluation": ("linear.epochs=few",)}, "cannot be 'few'"),
+        (
+            {"evaluation": ("linear.epochs=5",)},
+            r"linear.epochs would do nothing with linear.solver lbfgs, .* Give linear.solver sgd too, or --protocol",
+        ),
+        ({"evaluation": ("knn.best_k=true", "knn.k=5")}, "knn.k would do nothing with knn.best_k"),
+        ({"evaluation": ("linear.crops=0",)}, "Give linear.crops 4, or linear.plain"),
         ({"validate": True, "validate_share": 1.0}, "between 0 and 1"),
         ({"validate_share": 1.0}, "between 0 and 1"),
         ({"alphas": (1.0,)}, "--alphas is for the study alpha or alpha-tau"),
@@ -223,6 +229,9 @@ def test_more_mistakes():
         plan_of("vary", vary=("encoder.groups=[2,four]",))
     with pytest.raises(UserError, match="is a list itself"):
         plan_of("vary", vary=("views.crop_scale=[0.08,1]",))
+    own = recipes.co2_small().encoder.groups
+    with pytest.raises(UserError, match=r"every value of encoder.groups is the base's own\. Give others"):
+        plan_of("vary", vary=(f"encoder.groups=[{own}]",))
     with pytest.raises(UserError, match="belong together"):
         plan_of("mechanisms", base="demo-co2")
 
@@ -256,7 +265,7 @@ def test_values_as_people_write_them():
         "j": [True, "x"],
         "k": [[0.08, 1], [0.2, 1]],
     }
-    edited = changed(recipes.co2_small(), {"views.crop_scale": [0.08, 1], "encoder.hidden": 64})
+    edited = changed(recipes.co2_small(), {"views.crop_scale": [0.08, 1], "encoder.head": "mlp", "encoder.hidden": 64})
     assert (edited.views.crop_scale, edited.encoder.hidden) == ((0.08, 1), 64)
 
 
@@ -265,6 +274,20 @@ def test_settings_of_evaluations_keep_their_kind():
 
     edited = changed_settings(LINEAR_QUICK, {"strengths": 0.1, "weight_decay": 1, "milestones": [3]}, "linear")
     assert (edited.strengths, edited.weight_decay, edited.milestones) == ((0.1,), 1.0, (3,))
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        ("linear.crops=0", "linear.plain=true"),
+        ("linear.epochs=5", "linear.solver=sgd", "linear.milestones=3"),
+        ("detection.longest=40", "detection.train_sizes=32", "detection.test_size=32"),
+    ],
+)
+def test_settings_of_evaluations_that_need_each_other_may_come_in_any_order(edits):
+    plans = [plan_of("claim", "transfer", evaluation=given) for given in (edits, edits[::-1])]
+    for study in ("claim", "transfer"):
+        assert plans[0].grids[study].protocols == plans[1].grids[study].protocols
 
 
 def test_judges_besides_have_the_settings_of_their_preset():
@@ -339,6 +362,48 @@ def test_another_base_does_not_change_what_variants_are_called_by(tmp_path):
             experiment = merged.cell(study, variant, 0).experiment
             assert (name_of(experiment), label_of(experiment)) == (variant.name, variant.label)
     assert merged.grids["claim"] == other.grids["claim"]
+
+
+@pytest.mark.parametrize("base", ["co2-simclr-small", "co2-insdisc-small"])
+def test_nothing_is_called_by_another_source_of_negatives_than_it_has(tmp_path, base):
+    first = plan_of("claim", "curves", "mechanisms")
+    second = merge_plans(first, plan_of("alpha", base=base), tmp_path, redo=True)
+    third = merge_plans(second, plan_of("curves", base=base), tmp_path, redo=False)
+    assert list(third.grids) == ["alpha", "curves"]
+    back = merge_plans(third, plan_of("curves"), tmp_path, redo=True)
+    assert list(back.grids) == ["curves"]
+    for plan in (second, third, back):
+        for study in plan.grids:
+            for variant in plan.grids[study].variants:
+                experiment = plan.cell(study, variant, 0).experiment
+                assert (name_of(experiment), label_of(experiment)) == (variant.name, variant.label)
+
+
+SITTING = """
+import pathlib, sys, time
+from co2.study.command import Request, make_plan
+from co2.study.plan import add_to_plan
+rounds, mine, *all_of_them = int(sys.argv[1]), *sys.argv[2:]
+plan = make_plan([mine], Request(data="shapes:40:16"))
+for number in range(rounds):
+    pathlib.Path(f"{number}-{mine}").touch()
+    end = time.monotonic() + 60
+    while not all(pathlib.Path(f"{number}-{one}").exists() for one in all_of_them):
+        if time.monotonic() > end:
+            sys.exit("the others have not come")
+    add_to_plan(pathlib.Path(f"results-{number}"), plan, redo=False)
+"""
+
+
+def test_of_sittings_that_begin_together_each_finds_its_study_in_the_plan(tmp_path):
+    rounds, studies = 20, ("claim", "alpha", "tau")  # a third may make the lock anew that a second waits for
+    words = [[sys.executable, "-c", SITTING, str(rounds), study, *studies] for study in studies]
+    processes = [subprocess.Popen(one, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for one in words]
+    assert [process.communicate(timeout=300)[1] for process in processes] == ["", "", ""]
+    for number in range(rounds):
+        folder = tmp_path / f"results-{number}"
+        assert set(read_plan(folder).grids) == set(studies)
+        assert [path.name for path in folder.iterdir()] == ["study.json"]  # no lock is left where results are kept
 
 
 def test_transfer_may_choose_its_view_size_after_other_studies(tmp_path):

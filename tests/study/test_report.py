@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -229,8 +230,8 @@ def test_a_page_says_what_a_command_takes_since_its_recipe_has_changed(planned, 
     today = recipes.get("co2-small").edit(
         epochs=7,
         views={"size": 64, "crop_scale": (0.5, 1.0)},
-        encoder={"stem": "imagenet"},
-        optimisation={"weight_decay": 0.3, "schedule": "constant"},
+        encoder={"stem": "standard"},
+        optimisation={"weight_decay": 0.3, "schedule": "step"},
         monitoring={"log_every": 3},
     )
     recipe = recipes.RECIPES["co2-small"]
@@ -304,5 +305,8 @@ def test_a_page_that_someone_else_wrote_is_left_alone(planned, tmp_path):
     with pytest.raises(UserError, match="left alone"):
         write_page([folder], page)
     assert page.read_text() == "# Mine\n"
+    for place in (tmp_path, Path(".")):
+        with pytest.raises(UserError, match=r"is a folder. Give --out the name of a page in it"):
+            write_page([folder], place)
     with pytest.raises(UserError, match="holds no study"):
         write_page([tmp_path], tmp_path / "other.md")

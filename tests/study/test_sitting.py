@@ -24,7 +24,7 @@ from co2.study import sitting
 from co2.study.cell import Job, work_on
 from co2.study.grids import cost_of
 from co2.study.plan import all_cells, read_plan
-from co2.study.records import duration, record_path
+from co2.study.records import duration, record_path, write_record
 from co2.study.report import report_study
 from co2.study.sitting import Circumstances, data_of, outstanding
 
@@ -435,6 +435,29 @@ def test_the_plan_shows_what_the_command_would_do(planned, write_cell, words_tin
     assert f"{PAIR[0]:<40} refused without --redo: its run has other settings (epochs: 9 in" in capsys.readouterr().out
 
 
+def test_redo_says_which_studies_another_source_of_negatives_leaves_nothing_of(planned, capsys):
+    folder, _ = planned("claim", "tau", base="co2-small", set=())
+    words = ["study", "curves", "--data", "shapes:40:16", "--epochs", "2", "--out", str(folder), "--plan"]
+    assert main([*words, "--base", "co2-simclr-small"]) == 2
+    assert "negatives.source: queue in" in capsys.readouterr().err
+    assert main([*words, "--base", "co2-simclr-small", "--redo"]) == 0
+    assert f"--redo takes claim and tau out of {folder / 'study.json'}: nothing there is for" in capsys.readouterr().out
+    assert main([*words, "--base", "co2-small", "--seeds", "7"]) == 0
+    assert "takes" not in capsys.readouterr().out
+
+
+def test_a_study_that_another_sitting_gives_up_is_written_up_all_the_same(
+    words_tiny, tmp_path, monkeypatch, planned, capsys
+):
+    def meanwhile(*words):
+        planned("alpha", base="co2-simclr-small", set=())
+        return sitting.Outcome()
+
+    monkeypatch.setattr(sitting, "sit", meanwhile)
+    assert main(["study", "curves", *words_tiny, "--seeds", "0", "--out", str(tmp_path / "results")]) == 0
+    assert "curves: 0 cells, 2 cells missing" in capsys.readouterr().out
+
+
 # One cell, in this process.
 
 
@@ -698,7 +721,7 @@ def test_a_killed_session_ended_with_the_last_line_that_it_logged(tmp_path, read
     (run / "metrics.jsonl").touch()
     os.utime(run / "metrics.jsonl", (1060, 1060))
     (tmp_path / "moco-s0.sessions.json").write_text('[{"began": 1000, "ended": null}]')
-    with cells._session(run):
+    with cells._session(run, None):
         pass
     killed, last = read_json(tmp_path / "moco-s0.sessions.json")
     assert killed == {"began": 1000, "ended": 1060}
@@ -712,11 +735,51 @@ def test_a_record_names_the_commits_that_a_cell_was_begun_with(planned, monkeypa
     monkeypatch.setattr(cells, "commit", lambda: next(heads))
     _, path = next(jobs_of(plan, "curves", folder))
     run = path.with_name(path.name.removesuffix(".job.json"))
-    with cells._session(run):  # a sitting that was stopped before the first step
+    with cells._session(run, None):  # a sitting that was stopped before the first step
         pass
     assert work_on(str(path)) == 0
     assert read_json(record_path(folder, run.name))["made_with"]["commit"] == "aaa then bbb"
     assert next(heads) == "bbb"  # asked once, when the process began
+
+
+def test_a_record_names_what_a_cell_was_trained_with_wherever_it_is_judged_later(planned, monkeypatch, read_json):
+    folder, plan = planned("curves")
+    _, path = next(jobs_of(plan, "curves", folder))
+    record, sessions = record_path(folder, PAIR[0]), folder / "runs" / f"{PAIR[0]}.sessions.json"
+    here = cells.made_with(torch.device("cpu"))
+    there = here | {"device": "NVIDIA H200", "cuda": "12.8", "torch": "1.0", "date": "2020-02-02"}
+
+    def recorded():
+        assert work_on(str(path)) == 0
+        made_with = read_json(record)["made_with"]
+        assert made_with.keys() == {*here, "commit", "command"}
+        return {name: made_with[name] for name in here}
+
+    monkeypatch.setattr(cells, "made_with", lambda device: there)
+    assert recorded() == there
+    monkeypatch.setattr(cells, "made_with", lambda device: here)
+    assert recorded() == there
+    record.unlink()
+    assert recorded() == there
+
+    # Earlier versions noted it in the record alone.
+    noted = [{name: one[name] for name in ("began", "ended", "commit")} for one in read_json(sessions)]
+    sessions.write_text(json.dumps(noted))
+    assert recorded() == there
+    record.unlink()
+    assert recorded() == here
+    write_record(record, read_json(record) | {"backbone_sha256": "of another training", "made_with": there})
+    assert recorded() == here
+
+
+def test_a_cell_that_was_trained_on_two_devices_names_both(tmp_path):
+    run = tmp_path / "moco-s0"
+    cpu = {"torch": "2.0", "cuda": None, "device": "cpu", "cores": 2, "date": "2020-02-02"}
+    gpu = {"torch": "2.0", "cuda": "12.8", "device": "NVIDIA H200", "cores": 16, "date": "2020-02-03"}
+    for trains_with, checkpoint in ((cpu, None), (gpu, 3), (cpu, 6), (None, None)):  # the first left nothing behind
+        with cells._session(run, trains_with):
+            _log(run, epoch=1.0, step=9, checkpoint=checkpoint)
+    assert cells._trained_with(run) == cpu | {"device": "NVIDIA H200 then cpu", "cuda": "12.8"}
 
 
 def test_two_sittings_do_not_share_a_job_file(planned, monkeypatch):
@@ -758,6 +821,16 @@ def test_time_left_follows_from_what_is_done(planned, monkeypatch):
     (folder / "runs" / todo[1].name / "backbone.safetensors").touch()
     assert f"{todo[1].name} being judged." in work._status()
     assert duration(7200) == "2.0 hours"
+
+
+def test_cells_that_failed_are_not_counted_as_done(planned):
+    folder, plan = planned("claim", seeds=(0,))
+    outcome = sitting.Outcome()
+    work = sitting._Sitting(plan.cells("claim"), 2, plan, Circumstances(folder, folder / "runs"), {}, outcome)
+    outcome.done.append("moco-s0")
+    assert work._status().startswith("3 of 9 cells done; none running.")
+    outcome.failed += ["moco-s1", "moco-s2"]
+    assert work._status().startswith("3 of 9 cells done, 2 failed; none running.")
 
 
 def _log(run, epoch, step, checkpoint=None):

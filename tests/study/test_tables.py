@@ -132,8 +132,22 @@ def test_published_numbers_stand_beside_those_of_the_same_method(planned, write_
     assert {one.value for one in published_for("x/tiny-imagenet-100", measures)} == {63.6, 69.2, 61.2, 97.57, 95.26}
     for other in ("my/pictures", "cifar100", "cifar-100-python", "imagenet", "tiny-imagenet", "imagenet1000"):
         assert published_for(other, measures) == []
+    for ten in ("CIFAR10", "cifar-10-batches-py", "/data/cifar/cifar10.pack", "cifar100/../cifar_10"):
+        assert published_for(ten, measures) == published_for(ten, measures, classes=10) != []
+        assert published_for(ten, measures, classes=100) == []
+    for either in ("/data/cifar/cifar-100-python", "cifar/CIFAR100", "cifar", "/data/cifar/train"):
+        assert published_for(either, measures) == published_for(either, measures, classes=100) == []
+    assert published_for("cifar", measures, classes=10) == published_for("cifar10", measures)
     assert len(published_for("my/pictures", frozenset({"svm.mAP_11point", "segmentation.mIoU"}))) == 8
     assert len(PUBLISHED) == len(set(PUBLISHED))
+
+
+@pytest.mark.parametrize(("classes", "stands"), [(10, True), (100, False)])
+def test_records_say_which_cifar_it_is_where_its_name_does_not(planned, write_cell, classes, stands):
+    folder, plan = planned("claim", data="/data/cifar", epochs=200)
+    data = {"name": "cifar", "train": 50000, "bank": 50000, "test": 10000, "classes": classes, "validate": None}
+    write_cell(folder, plan, "claim", "moco", 0, {"knn.top1": 50.0, "linear.top1": 60.0}, data=data)
+    assert ("| MoCo | kNN top-1 (%) | 84.7 | 50.00 |" in markdown_text(gather(folder, plan, "claim"))) == stands
 
 
 def test_published_numbers_of_other_images_are_not_said_to_be_comparable(planned, write_cell):
