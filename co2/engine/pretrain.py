@@ -501,7 +501,7 @@ class Run:
         if wanted != "auto" and wanted != trainer.kind:
             why = "several processes train together" if device.type == "cuda" else f"the device is {device}"
             self.display.say(f"Steps are not {wanted} but taken as they are written: {why}.")
-        about_precision = precision_advice(device, experiment.execution.precision)
+        about_precision = precision_advice(device, experiment.execution.precision, continued=trainer.step > 0)
         if about_precision is not None:
             self.display.say(about_precision)
         if trainer.step:
@@ -514,10 +514,12 @@ class Run:
             )
 
 
-def precision_advice(device: torch.device, wanted: Precision) -> str | None:
+def precision_advice(device: torch.device, wanted: Precision, continued: bool) -> str | None:
     """What is to be said about the precision that was asked for on this device, if anything."""
     if device.type == "cuda":  # where a run that began on a CPU may go on
         return "Encoders compute in bfloat16 from here on: the device is a GPU." if wanted == "float32" else None
+    if continued:  # it keeps what it was begun with
+        return None
     if wanted == "auto" and multiplies_bfloat16():
         return (
             "This processor has instructions for bfloat16: --execution.precision bfloat16 makes steps faster, 1.7 "

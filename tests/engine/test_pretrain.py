@@ -525,12 +525,14 @@ def test_who_could_compute_faster_is_told_how(tiny, tmp_path, capsys, monkeypatc
     for remedy in ("bfloat16", "float32"):
         wanted = remedies.get((precision, has_instructions)) == remedy
         assert (f"--execution.precision {remedy}" in said) == wanted
+    pretrain(tiny(epochs=1, resume=True, execution={"precision": precision}), out=tmp_path / "run")
+    assert "--execution.precision" not in capsys.readouterr().out  # a run keeps what it was begun with
 
 
 def test_a_run_in_float32_that_goes_on_on_a_gpu_says_what_changes():
     gpu = torch.device("cuda")
-    assert "bfloat16 from here on" in precision_advice(gpu, "float32")
-    assert precision_advice(gpu, "auto") is precision_advice(gpu, "bfloat16") is None
+    assert "bfloat16 from here on" in precision_advice(gpu, "float32", continued=True)
+    assert precision_advice(gpu, "auto", continued=True) is precision_advice(gpu, "bfloat16", continued=False) is None
 
 
 def test_a_run_in_bfloat16_stopped_and_resumed_ends_with_identical_weights(tiny, tmp_path, monkeypatch):
