@@ -159,7 +159,7 @@ def simclr_small() -> Experiment:
             backbone="torchvision/resnet18", stem="small", head="mlp", groups=1, shuffle_keys=False
         ),
         negatives=NegativesSpecification(source="in-batch"),
-        objective=ObjectiveSpecification(tau_instance=0.5, tau_consistency=0.05),
+        objective=ObjectiveSpecification(tau_instance=0.5, tau_consistency=0.2),
         optimisation=OptimisationSpecification(
             base_learning_rate=0.24, base_batch_size=512, weight_decay=5e-4, warm_up=0.05
         ),
@@ -167,8 +167,9 @@ def simclr_small() -> Experiment:
 
 
 def co2_simclr_small() -> Experiment:
-    """SimCLR with CO2 for small images."""
-    return simclr_small().edit(recipe="co2-simclr-small", objective={"alpha": 0.3})
+    """SimCLR with CO2 for small images. alpha and tau_con were chosen with a narrow network on a part of CIFAR-10's
+    training images (docs/SETTINGS.md): with an instance temperature of 0.5 the term has to be soft."""
+    return simclr_small().edit(recipe="co2-simclr-small", objective={"alpha": 1.0})
 
 
 def insdisc_small() -> Experiment:
@@ -184,8 +185,9 @@ def insdisc_small() -> Experiment:
 
 
 def co2_insdisc_small() -> Experiment:
-    """InsDisc with CO2 for small images."""
-    return insdisc_small().edit(recipe="co2-insdisc-small", objective={"alpha": 1.0})
+    """InsDisc with CO2 for small images. alpha, which rises over the whole run, and tau_con were chosen with a narrow
+    network on a part of CIFAR-10's training images (docs/SETTINGS.md)."""
+    return insdisc_small().edit(recipe="co2-insdisc-small", objective={"alpha": 3.0, "ramp_up": 1.0})
 
 
 def demo_moco() -> Experiment:

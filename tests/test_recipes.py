@@ -91,6 +91,18 @@ def test_simclr_and_insdisc_after_their_papers():
         assert (small.learning_rate, small.optimisation.warm_up) == (pytest.approx(rate), 0.05)
 
 
+def test_the_term_of_recipes_for_small_images_is_as_studies_chose_it():
+    chosen = {
+        small.recipe: (small.objective.alpha, small.objective.tau_consistency, small.objective.ramp_up)
+        for small in (recipes.co2_small(), recipes.co2_simclr_small(), recipes.co2_insdisc_small())
+    }
+    assert chosen == {
+        "co2-small": (20.0, 0.2, 0.0),
+        "co2-simclr-small": (1.0, 0.2, 0.0),
+        "co2-insdisc-small": (3.0, 0.1, 1.0),
+    }
+
+
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_each_recipe_carries_its_name_and_survives_json(name):
     experiment = recipes.get(name)
