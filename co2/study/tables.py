@@ -79,6 +79,12 @@ class Results:
         """All records."""
         return [record for by_seed in self.records.values() for record in by_seed.values()]
 
+    @property
+    def shown(self) -> list[Variant]:
+        """The variants that stand in a table: those with a record, or all while there is none. The others are in the
+        list of what is missing, and a grid of which a part is worked on has many."""
+        return [variant for variant in self.variants if self.records[variant.name]] or list(self.variants)
+
     def values(self, variant: str, measure: Measure) -> dict[int, float]:
         """The numbers of a variant by seed, of the seeds that have it."""
         numbers = {seed: record.number(measure.name) for seed, record in self.records[variant].items()}
@@ -221,13 +227,13 @@ def _judged_on(results: Results) -> str:
 def _main_table(results: Results) -> str:
     measures = measures_of(results)
     lines = {
-        variant.name: [_escaped(variant.label), str(len(results.records[variant.name]))] for variant in results.variants
+        variant.name: [_escaped(variant.label), str(len(results.records[variant.name]))] for variant in results.shown
     }
     headings = ["variant", "seeds"]
     for measure in measures:
         headings.append(measure.heading)
         means = {}
-        for variant in results.variants:
+        for variant in results.shown:
             found = spread(list(results.values(variant.name, measure).values()))
             lines[variant.name].append(found.text(measure.decimals) if found else "–")
             if found:
@@ -239,7 +245,7 @@ def _main_table(results: Results) -> str:
         if not measure.compared:
             continue
         headings.append(f"Δ {measure.heading.replace(' (%)', '')}")
-        for variant in results.variants:
+        for variant in results.shown:
             lines[variant.name].append(_difference(results, variant, measure))
     return _table(headings, list(lines.values()))
 
@@ -263,7 +269,7 @@ def _p_text(p: float | None) -> str:
 
 
 def _about_the_test(results: Results) -> str:
-    baselines = {variant.baseline for variant in results.variants if variant.baseline}
+    baselines = {variant.baseline for variant in results.shown if variant.baseline}
     against = " and ".join(_escaped(variant.label) for variant in results.variants if variant.name in baselines)
     several = " (for each variant its own)" if len(baselines) > 1 else ""
     counts = {len(records) for records in results.records.values()}
