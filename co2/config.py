@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike, fspath
@@ -139,8 +138,8 @@ def _edited(settings: Any, changes: Mapping[str, Any], group: str = "") -> Any:
 def _new_value(hint: Any, before: Any, value: Any, name: str) -> Any:
     """What a setting becomes that was `before`, once it is known to be of the right kind."""
     if not dataclasses.is_dataclass(before):
-        if isinstance(value, float) and not math.isfinite(value) and _fits(hint, 0.5):
-            return value  # what is wrong with it, its own specification says best
+        if isinstance(value, float) and _fits(hint, 0.5):
+            return value  # what may be wrong with one that is infinite, say, its own specification says best
         return _value(hint, value, name)
     if isinstance(value, Mapping):
         return _edited(before, value, f"{name}.")
