@@ -6,6 +6,7 @@ torch is imported where it is needed, so that the command line can ask about the
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import shutil
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 # A GPU has so many queues for streams to share. With CUDA's usual 8, most of the JPEG decoder's streams would stand in
 # line behind whole training steps. Read when CUDA starts; the user's own choice stays.
 _GPU_QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+# What glibc's malloc.h calls the settings below, and what it has by itself once a program takes large pieces of memory.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
+_USUAL_SETTINGS = {_TRIM_THRESHOLD: 64 << 20, _MMAP_THRESHOLD: 32 << 20, _MMAP_MAX: 65_536}
+_OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 _TOLD_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -173,6 +178,30 @@ def stream_of_its_own(device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     default.wait_stream(stream)
+
+
+@contextmanager
+def freed_memory_kept(device: torch.device) -> Iterator[None]:
+    """On a CPU: let this process keep the memory that it frees for what it needs next, until the block ends.
+
+    Else malloc hands back to the system what is large, which every activation is, and the next step waits while the
+    system fills the same pages with zeros, one by one: up to a third of the time of a small network's step. GPUs have
+    torch's own allocator, which does this, and libraries other than glibc are left alone, as is a user who has chosen.
+    """
+    library = ctypes.CDLL(None) if os.name == "posix" else None
+    chosen = any(name in os.environ for name in _OF_THE_USER) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if device.type != "cpu" or chosen or not (hasattr(library, "mallopt") and hasattr(library, "malloc_trim")):
+        yield
+        return
+    assert library is not None
+    library.mallopt(_TRIM_THRESHOLD, -1)  # never
+    library.mallopt(_MMAP_MAX, 0)  # such pieces are always handed back
+    try:
+        yield
+    finally:
+        for setting, value in _USUAL_SETTINGS.items():
+            library.mallopt(setting, value)
+        library.malloc_trim(0)
 
 
 class Terminated(KeyboardInterrupt):

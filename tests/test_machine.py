@@ -1,6 +1,8 @@
 import os
+import platform
 import signal
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,6 +14,7 @@ from co2.machine import (
     choose_device,
     choose_workers,
     commit,
+    freed_memory_kept,
     multiplies_bfloat16,
     stop_requests,
     stream_of_its_own,
@@ -140,3 +143,49 @@ def test_without_git_there_is_no_commit(checkout, monkeypatch):
 def test_a_processor_says_whether_it_multiplies_bfloat16(monkeypatch, capabilities, has):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert multiplies_bfloat16() == has
+
+
+_FAULTS = """
+import resource, torch
+from co2.machine import freed_memory_kept
+
+def faults():  # pages that the system had to fill for a tensor of 64 MiB which is freed again
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(16 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1])
+
+faults()
+outside = faults()
+with freed_memory_kept(torch.device("DEVICE")):
+    faults()
+    inside, held = faults(), resident()
+after, left = faults(), resident()
+pages = (64 << 20) // resource.getpagesize()
+print(outside > pages / 2, inside > pages / 2, after > pages / 2, held - left > pages / 2)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or sys.platform != "linux", reason="for glibc's malloc")
+@pytest.mark.parametrize(
+    ("device", "environment", "inside"),
+    [
+        ("cpu", {}, "False"),
+        ("cuda", {}, "True"),  # whose memory is torch's own business
+        ("cpu", {"MALLOC_MMAP_THRESHOLD_": "1048576"}, "True"),  # a user who has chosen
+        ("cpu", {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"}, "True"),
+    ],
+)
+def test_on_a_cpu_freed_memory_is_used_again_until_the_work_is_done(device, environment, inside):
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    program = [sys.executable, "-c", _FAULTS.replace("DEVICE", device)]
+    said = subprocess.run(program, env=own | environment, capture_output=True, text=True, check=True).stdout.split()
+    held_until_then = "True" if inside == "False" else "False"
+    assert said == ["True", inside, "True", held_until_then]
+
+
+def test_errors_pass_where_freed_memory_is_kept():
+    with pytest.raises(KeyError), freed_memory_kept(torch.device("cpu")):
+        raise KeyError

@@ -28,7 +28,7 @@ from co2.data.source import ImageSource
 from co2.engine.pretrain import check_sizes
 from co2.engine.trainer import Trainer, check_execution
 from co2.errors import UserError
-from co2.machine import choose_device
+from co2.machine import choose_device, freed_memory_kept
 
 _STEPS_AT_LEAST = 4  # in the time of a measurement on a CPU; else it is made with a smaller batch
 _SMALLEST_BATCH = 8
@@ -74,7 +74,7 @@ def plan(experiment: Experiment, settings: PlanSettings) -> dict[str, Any]:
     source = open_data(settings.data).train if settings.data else None
     images = settings.images or (0 if source is None else len(source))
     check_sizes(experiment, [images])
-    with explained(experiment):
+    with explained(experiment), freed_memory_kept(device):  # as in a run
         speed = measure(experiment, source, images, device, settings.seconds)
     forecast = foresee(speed, images, experiment.epochs)
     for line in answer(experiment, forecast, speed, device_name(device), device.type == "cuda"):

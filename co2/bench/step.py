@@ -36,7 +36,7 @@ from co2.config import Experiment
 from co2.engine.capture import WARM_UP
 from co2.engine.trainer import Trainer, check_execution, precision_on
 from co2.errors import UserError
-from co2.machine import choose_device
+from co2.machine import choose_device, freed_memory_kept
 from co2.views.loader import Batch
 
 STRETCHES = 5
@@ -89,7 +89,7 @@ def run(experiment: Experiment, settings: StepBenchmark) -> dict[str, Any]:
     rates = measure_rates(device, precision)
     bound = bound_of(experiment, rates, precision.itemsize)
     announce(experiment, device, precision, rates, bound)
-    with explained(experiment):
+    with explained(experiment), freed_memory_kept(device):  # as in a run
         libraries = prepare_libraries(experiment, device)
         found = [
             measure_step(experiment.edit(execution={"step": kind}), device, settings.steps)

@@ -43,7 +43,7 @@ from co2.data.source import ArraySource, ImageSource
 from co2.engine.clock import Moment
 from co2.engine.trainer import Trainer, check_execution, precision_on
 from co2.errors import UserError
-from co2.machine import choose_device, stream_of_its_own
+from co2.machine import choose_device, freed_memory_kept, stream_of_its_own
 from co2.views.loader import Batch, ViewLoader
 from co2.views.resident import ResidentViews
 
@@ -222,7 +222,7 @@ def measure_training(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
-    with stream_of_its_own(device):  # as in a run
+    with stream_of_its_own(device), freed_memory_kept(device):  # as in a run
         loader, sentence = open_loader(experiment, source, device)
         print(sentence, flush=True)
         trainer = Trainer(experiment, len(source), _MANY_STEPS, device, tell=notes.append)

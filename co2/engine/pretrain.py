@@ -50,6 +50,7 @@ from co2.machine import (
     Terminated,
     choose_device,
     choose_workers,
+    freed_memory_kept,
     interrupted_by_sigterm,
     multiplies_bfloat16,
     ran_out_of_memory,
@@ -100,7 +101,7 @@ def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str
         before = {path for path in _written_by_start(run) if os.path.exists(path)}
         processes.first(lambda: claimed.enter_context(claim_folder(run, experiment)))
         display = choose_display(experiment.epochs) if processes.is_first else Quiet()
-        with _explained(run), stream_of_its_own(device), closing(display):
+        with _explained(run), stream_of_its_own(device), freed_memory_kept(device), closing(display):
             with _taken_back_if_refused(run, before) if processes.is_first else nullcontext():
                 started = Run(experiment, splits, device, run, processes, names[0], display)
             starting.close()  # from here on there is something to keep

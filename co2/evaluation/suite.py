@@ -20,7 +20,7 @@ from co2.evaluation.presets import AFTER_STEPS, ALL, PROTOCOLS, Preset, check_gi
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.subject import SEEDS, Subject, open_subject
-from co2.machine import ran_out_of_memory
+from co2.machine import freed_memory_kept, ran_out_of_memory
 
 _FEWEST_CHECKPOINTS = 3  # fewer have no order to speak of
 
@@ -170,15 +170,16 @@ def evaluate_runs(
         shown = subject if subject.drawn_from is None else replace(subject.random(seed), name=subject.name)
         begun = time.perf_counter()
         try:
-            evaluation: Evaluation = run_protocol(
-                shown,
-                material,
-                settings,
-                device=circumstances.device,
-                seed=seed,
-                workers=circumstances.workers,
-                progress=circumstances.progress,
-            )
+            with freed_memory_kept(circumstances.device):
+                evaluation: Evaluation = run_protocol(
+                    shown,
+                    material,
+                    settings,
+                    device=circumstances.device,
+                    seed=seed,
+                    workers=circumstances.workers,
+                    progress=circumstances.progress,
+                )
         except (MemoryError, RuntimeError) as error:
             if not ran_out_of_memory(error):
                 raise
