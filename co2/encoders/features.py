@@ -40,8 +40,7 @@ def extract(
     with evaluation_mode(network), torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
         for batch in batches:
             images = normalise(batch.views[0].to(device, non_blocking=True))  # [B, 3, S, S]
-            if on_gpu:
-                images = images.contiguous(memory_format=torch.channels_last)
+            images = images.contiguous(memory_format=torch.channels_last)  # as convolutions want it
             features.append(network(images).float())  # [B, F]
             indices.append(batch.indices.cpu())  # [B]
     return torch.cat(features), torch.cat(indices)

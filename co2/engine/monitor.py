@@ -18,7 +18,7 @@ from co2.encoders.features import evaluation_mode, extract
 from co2.measures.knn import knn_accuracy
 from co2.measures.label_free import alignment, effective_rank, mean_norm, uniformity
 from co2.views.loader import Batch, ViewLoader, plain_batches
-from co2.views.transform import normalise, normalise_for_gpu
+from co2.views.transform import normalise_for_convolutions
 
 # Decoded pictures up to this size stay in memory from one measurement to the next: so many bytes, or this share of a
 # large GPU. With ten runs on 16 cores, decoding 50,000 of 64 pixels anew took as long as two epochs of training.
@@ -105,8 +105,8 @@ class Monitor:
         return self._kept[name]
 
     def _extract(self, network: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
-        to_numbers = normalise_for_gpu if self.device.type == "cuda" else normalise
-        return extract(network, batches, lambda views: to_numbers(views, self.experiment.views), self.device)
+        views = self.experiment.views
+        return extract(network, batches, lambda pixels: normalise_for_convolutions(pixels, views), self.device)
 
 
 @torch.no_grad()

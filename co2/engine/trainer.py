@@ -22,7 +22,7 @@ from co2.engine.specification import ExecutionSpecification, Precision, Step
 from co2.errors import UserError
 from co2.objective.contrast import contrast
 from co2.views.loader import Batch
-from co2.views.transform import normalise, normalise_for_gpu
+from co2.views.transform import normalise_for_convolutions
 
 # What a step reports, in this order.
 MEASURED = ("loss", "instance", "consistency", "top1", "top5")
@@ -219,12 +219,7 @@ class Trainer:
     def _numbers(self, views: Tensor) -> Tensor:
         """What the encoders are fed: normalised views [V, b, 3, S, S], each view in channels-last memory."""
         # uint8 travels to the device, and between processes: a quarter of the bytes of the numbers it becomes here.
-        flat = views.flatten(0, 1)
-        if self.device.type == "cuda":
-            numbers = normalise_for_gpu(flat, self.experiment.views)
-        else:
-            numbers = normalise(flat, self.experiment.views, self.precision)
-            numbers = numbers.contiguous(memory_format=torch.channels_last)
+        numbers = normalise_for_convolutions(views.flatten(0, 1), self.experiment.views, self.precision)
         return numbers.unflatten(0, views.shape[:2])
 
     def state(self) -> dict[str, Any]:

@@ -277,8 +277,7 @@ class BoxHead(nn.Module):
         self.norm = nn.BatchNorm2d(self.channels) if norm else nn.Identity()
 
     def forward(self, cells: Tensor) -> Tensor:
-        if cells.is_cuda:
-            cells = cells.contiguous(memory_format=torch.channels_last)
+        cells = cells.contiguous(memory_format=torch.channels_last)
         averaged: Tensor = self.norm(self.layer4(cells)).mean(dim=(2, 3))
         return averaged
 

@@ -18,7 +18,7 @@ from co2.evaluation.progress import SILENT, Progress
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch, ViewLoader, plain_batches
 from co2.views.specification import Augmentation
-from co2.views.transform import normalise, normalise_for_gpu
+from co2.views.transform import normalise_for_convolutions
 
 BATCH = 256
 LARGEST_BATCH = 1024  # for small views on a GPU, which 256 would not keep busy
@@ -105,7 +105,7 @@ def embed(
     """
     device = torch.device(device)
     backbone = ready(backbone, device)
-    prepare = preparation(views, device, mirrored)
+    prepare = preparation(views, mirrored)
     batch = batch_size(views.size, device)
     progress.stage("Features", -(-len(source) // batch))
     slabs = max(1, -(-len(source) // SLAB_IMAGES))
@@ -147,7 +147,7 @@ def embed_crops(
         return []
     batch = batch_size(views.size, device)
     loader = random_views(source, views, batch_size=batch, seed=seed, device=device, workers=workers, smallest=1)
-    network, prepare = ready(backbone, device), preparation(views, device)
+    network, prepare = ready(backbone, device), preparation(views)
     progress.stage("Features of crops", count * loader.batches_per_epoch)
     found = []
     bad: dict[int, str] = {}
@@ -235,21 +235,15 @@ def batch_size(view_size: int, device: torch.device) -> int:
 
 
 def ready(network: nn.Module, device: torch.device) -> nn.Module:
-    """The network on the device, laid out as the device likes it."""
-    network = network.to(device)
-    if device.type == "cuda":
-        network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return network
+    """The network on the device, laid out as convolutions like it."""
+    return network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def preparation(views: Augmentation, device: torch.device, mirrored: bool = False) -> Callable[[Tensor], Tensor]:
-    """How uint8 views [B, 3, S, S] on the device become what a network takes there."""
+def preparation(views: Augmentation, mirrored: bool = False) -> Callable[[Tensor], Tensor]:
+    """How uint8 views [B, 3, S, S] on a device become what a network takes there."""
 
     def prepare(pixels: Tensor) -> Tensor:
-        if mirrored:
-            pixels = pixels.flip(-1)
-        # On a GPU rounded to what the first convolution would round it to anyway.
-        return normalise(pixels, views) if device.type != "cuda" else normalise_for_gpu(pixels, views)
+        return normalise_for_convolutions(pixels.flip(-1) if mirrored else pixels, views)
 
     return prepare
 

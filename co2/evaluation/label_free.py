@@ -59,7 +59,7 @@ def evaluate(
     loader = ViewLoader(
         source, views, views=2, batch_size=min(256, len(source)), seed=seed, workers=workers, smallest=1
     )
-    prepare = preparation(views, device)
+    prepare = preparation(views)
     seen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     order: list[torch.Tensor] = []
     for batch in progress.track(loader.epoch(0), "Two views", loader.batches_per_epoch):

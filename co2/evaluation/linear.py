@@ -139,7 +139,7 @@ def _by_sgd(
         smallest=1,
     )
     labels = torch.from_numpy(split.train_labels).to(device)  # [N]
-    prepare = preparation(views, device)
+    prepare = preparation(views)
     losses = []
     steps = math.ceil(len(split.train) / settings.batch_size)
     progress.stage("Linear", settings.epochs * steps)

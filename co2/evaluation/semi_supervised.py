@@ -141,7 +141,7 @@ class _Training:
         loader = random_views(subset, views, batch_size=settings.batch_size, seed=seed, device=device, workers=workers)
         assert subset.labels is not None
         labels = torch.from_numpy(np.asarray(subset.labels)).to(device)  # [n]
-        prepare = preparation(views, device)
+        prepare = preparation(views)
         losses = []
         progress.stage(f"Fine-tuning on {share}", self.epochs * loader.batches_per_epoch)
         for epoch in range(self.epochs):

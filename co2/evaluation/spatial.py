@@ -67,9 +67,8 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def on_device(module: Module, device: torch.device) -> Module:
-    """Moved there, in the layout that is fastest there."""
-    module = module.to(device)
-    return module.to(memory_format=torch.channels_last) if device.type == "cuda" else module  # type: ignore[call-overload]
+    """Moved there, in the layout that convolutions are fastest with."""
+    return module.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 # Images.
@@ -85,8 +84,7 @@ class Preparation:
 
     def __call__(self, images: Tensor) -> Tensor:
         images = images.to(self.device, non_blocking=True)
-        if self.device.type == "cuda":
-            images = images.contiguous(memory_format=torch.channels_last)
+        images = images.contiguous(memory_format=torch.channels_last)
         return (images - self.mean) / self.std
 
 

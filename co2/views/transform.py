@@ -71,8 +71,20 @@ def normalise(views: Tensor, augmentation: Augmentation, dtype: torch.dtype = to
     return (views * scale + shift).to(dtype)
 
 
+def normalise_for_convolutions(
+    views: Tensor, augmentation: Augmentation, precision: torch.dtype = torch.float32
+) -> Tensor:
+    """The same of uint8 views [N, 3, S, S] in channels-last memory, as convolutions want it on either device.
+
+    `precision` is a CPU's; on a GPU the first convolution would round everything to bfloat16 anyway.
+    """
+    if views.is_cuda:
+        return normalise_for_gpu(views, augmentation)
+    return normalise(views, augmentation, precision).contiguous(memory_format=torch.channels_last)
+
+
 def normalise_for_gpu(views: Tensor, augmentation: Augmentation) -> Tensor:
-    """The same of uint8 views [N, 3, S, S] in bfloat16 and channels-last memory, as convolutions on a GPU want it."""
+    """That in bfloat16, by a kernel where there is Triton."""
     try:
         from co2.views.on_gpu import normalise_views
     except ImportError:  # no Triton on this machine: five times the bytes

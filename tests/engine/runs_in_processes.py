@@ -27,15 +27,15 @@ from co2.engine.pretrain import Stopped, pretrain
 @contextmanager
 def float64():
     """Networks and views of double precision."""
-    originals = trainer.build_mechanism, trainer.Trainer._numbers, monitor.normalise
+    originals = trainer.build_mechanism, trainer.Trainer._numbers, monitor.normalise_for_convolutions
     build, numbers, normalise = originals
     trainer.build_mechanism = lambda *arguments: build(*arguments).double()
     trainer.Trainer._numbers = lambda self, views: numbers(self, views).double()
-    monitor.normalise = lambda *arguments: normalise(*arguments).double()
+    monitor.normalise_for_convolutions = lambda *arguments: normalise(*arguments).double()
     try:
         yield
     finally:
-        trainer.build_mechanism, trainer.Trainer._numbers, monitor.normalise = originals
+        trainer.build_mechanism, trainer.Trainer._numbers, monitor.normalise_for_convolutions = originals
 
 
 @contextmanager

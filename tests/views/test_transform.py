@@ -9,7 +9,7 @@ from torchvision.transforms.v2 import functional as F
 
 from co2.views.parameters import ViewRow
 from co2.views.specification import Augmentation, moco_v1_views, moco_v2_views
-from co2.views.transform import make_view, normalise, plain_view
+from co2.views.transform import make_view, normalise, normalise_for_convolutions, plain_view
 
 NOTHING = ViewRow(
     crop=(0, 0, 40, 50),
@@ -137,3 +137,12 @@ def test_normalise_is_torchvision_s(image, dtype):
         assert torch.equal(normalised, normalise(views, augmentation).to(dtype))  # rounded once
     else:
         torch.testing.assert_close(normalised, expected.to(dtype), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolutions_on_a_cpu_get_the_same_numbers_in_the_memory_that_they_are_fastest_with(image, dtype):
+    views = torch.stack([image, image.flip(-1)])  # [B, 3, H, W]
+    numbers = normalise_for_convolutions(views, moco_v2_views(), dtype)
+    assert torch.equal(numbers, normalise(views, moco_v2_views(), dtype))
+    assert numbers.dtype == dtype
+    assert numbers.is_contiguous(memory_format=torch.channels_last)
