@@ -88,7 +88,7 @@ def _overview() -> str:
 
 def _pretrain(words: list[str]) -> int:
     from co2 import recipes
-    from co2.config import Experiment
+    from co2.config import Experiment, refuse_idle
 
     if not words or words[0] in ("-h", "--help"):
         print("usage: co2 pretrain RECIPE --data PATH --out DIR [--epochs N] [--batch-size N] ...\n")
@@ -105,6 +105,8 @@ def _pretrain(words: list[str]) -> int:
         description=recipes.RECIPES[words[0]].summary + ".",
         console_outputs=read_launch().is_first,
     )
+    if not experiment.resume:  # a run goes on as it was begun
+        refuse_idle(experiment, recipes.get(words[0]))
 
     with _interrupted_afterwards():
         from co2.engine.pretrain import Stopped, pretrain

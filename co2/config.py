@@ -169,6 +169,52 @@ def differences(ours: Experiment, theirs: Experiment) -> list[str]:
     return lines
 
 
+def refuse_idle(experiment: Experiment, recipe: Experiment) -> None:
+    """Refuse what was changed of a recipe though nothing looks at it: whoever gives a setting expects it to be used."""
+    asked, had = flatten(experiment), flatten(recipe)
+    for name, why in _idle(experiment).items():
+        if asked[name] != had[name]:
+            group, _, inner = name.replace("_", "-").partition(".")
+            option = f"--{group}.{'no-' if asked[name] is False else ''}{inner}"
+            raise UserError(f"{option} would do nothing {why}")
+
+
+def _idle(experiment: Experiment) -> dict[str, str]:
+    """Settings that nothing looks at, as the others are, by their dotted names; and how a sentence about them ends."""
+    views, negatives = experiment.views, experiment.negatives
+    objective, optimisation, execution = experiment.objective, experiment.optimisation, experiment.execution
+    idle: dict[str, str] = {}
+    if optimisation.schedule == "cosine":
+        why = "on a cosine schedule, which has no steps. Give --optimisation.schedule step too, or leave it out."
+        idle |= {"optimisation.milestones": why, "optimisation.step_factor": why}
+    elif not optimisation.milestones:
+        idle["optimisation.step_factor"] = "without --optimisation.milestones to take a step at. Give them too."
+    if optimisation.learning_rate is not None:
+        why = "beside --optimisation.learning-rate, which is taken as it is. Leave one of them out."
+        idle |= {"optimisation.base_learning_rate": why, "optimisation.base_batch_size": why}
+    if views.blur_probability == 0:
+        idle["views.blur_sigma"] = "where no view is blurred. Give --views.blur-probability too."
+    if views.jitter_probability == 0:
+        idle["views.jitter"] = "where no view has its colours changed. Give --views.jitter-probability too."
+    if not any(views.jitter):
+        idle["views.jitter_probability"] = "without a strength of the changes. Give --views.jitter too."
+    if views.grey_probability == 0:
+        idle["views.grey_first"] = "where no view is grey. Give --views.grey-probability too, or leave it out."
+    if negatives.source == "in-batch":
+        why = "with in-batch negatives, which are the other images of the batch. Leave it out."
+        idle |= {"negatives.size": why, "negatives.momentum": why}
+    else:
+        idle["objective.detach_target"] = "where positives carry no gradient anyway, as in a queue or a memory bank."
+    if negatives.source != "queue":
+        idle["encoder.shuffle_keys"] = "without a key encoder, which only the queue has. Leave it out."
+    if objective.alpha == 0:
+        why = "without the consistency term. Give --objective.alpha too, or leave it out."
+        idle |= {"objective.ramp_up": why, "objective.detach_target": why}
+    if execution.input in ("jpeg", "workers"):
+        idle["execution.resident_gib"] = f"with --execution.input {execution.input}. Leave one of them out."
+    return idle
+
+
 def flatten(experiment: Experiment) -> dict[str, Any]:
     """The settings by their dotted names: {"objective.alpha": 0.3, ...}."""
     flat: dict[str, Any] = {}

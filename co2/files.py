@@ -24,9 +24,11 @@ def appearing_when_whole(path: str | Path, before_rename: Callable[[Path], objec
         if before_rename is not None:
             before_rename(temporary)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):  # the first error tells more
             temporary.unlink()  # of no use to anybody, and on a full disk in the way
+        if isinstance(error, OSError) and error.filename in (temporary, str(temporary)):
+            error.filename, error.filename2 = str(path), None  # the name that its owner knows it by
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:

@@ -76,6 +76,9 @@ def test_bad_settings_are_told_plainly(tmp_path):
     assert "above 0" in refused("pretrain", "moco-v2", "--objective.tau-instance", "0")
     assert "one group of batch statistics" in refused("pretrain", "moco-v2", "--encoder.groups", "1")
     assert "Name the recipe first" in refused("pretrain", "--data", "shapes")
+    idle = ["pretrain", "demo-moco", "--optimisation.milestones", "0.5", "--out", str(tmp_path / "run")]
+    assert "--optimisation.milestones would do nothing on a cosine schedule" in refused(*idle)
+    assert "would do nothing" not in refused(*idle, "--resume")  # which goes on as it was begun; there is no such run
 
 
 def test_bad_data_is_told_plainly_and_writes_nothing(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 import co2
 from co2 import recipes
-from co2.config import Experiment, differences
+from co2.config import Experiment, differences, refuse_idle
 from co2.views.specification import small_views
 
 
@@ -153,3 +153,103 @@ def test_settings_of_another_version_are_refused_by_name():
     plain["objective"]["gamma"] = 1
     with pytest.raises(co2.UserError, match="gamma"):
         co2.Experiment.from_json(json.dumps(plain))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "option", "with_these_it_is_used"),
+    [
+        (
+            "moco-v2",
+            {"optimisation": {"milestones": (0.5,)}},
+            "--optimisation.milestones",
+            {"optimisation": {"schedule": "step"}},
+        ),
+        (
+            "moco-v2",
+            {"optimisation": {"step_factor": 0.5}},
+            "--optimisation.step-factor",
+            {"optimisation": {"schedule": "step", "milestones": (0.5,)}},
+        ),
+        (
+            "moco-v1",
+            {"optimisation": {"milestones": (), "step_factor": 0.5}},
+            "--optimisation.step-factor",
+            {"optimisation": {"milestones": (0.5,)}},
+        ),
+        (
+            "moco-v2",
+            {"optimisation": {"learning_rate": 0.1, "base_learning_rate": 0.2}},
+            "--optimisation.base-learning-rate",
+            {"optimisation": {"learning_rate": None}},
+        ),
+        (
+            "moco-v2",
+            {"optimisation": {"learning_rate": 0.1, "base_batch_size": 64}},
+            "--optimisation.base-batch-size",
+            {"optimisation": {"learning_rate": None}},
+        ),
+        (
+            "moco-small",
+            {"views": {"blur_sigma": (0.5, 1.0)}},
+            "--views.blur-sigma",
+            {"views": {"blur_probability": 0.5}},
+        ),
+        (
+            "moco-v2",
+            {"views": {"jitter_probability": 0.0, "jitter": (0.1,) * 4}},
+            "--views.jitter",
+            {"views": {"jitter_probability": 0.5}},
+        ),
+        (
+            "moco-v2",
+            {"views": {"jitter_probability": 0.5, "jitter": (0.0,) * 4}},
+            "--views.jitter-probability",
+            {"views": {"jitter": (0.1,) * 4}},
+        ),
+        (
+            "moco-v2",
+            {"views": {"grey_probability": 0.0, "grey_first": True}},
+            "--views.grey-first",
+            {"views": {"grey_probability": 0.1}},
+        ),
+        ("simclr", {"negatives": {"size": 100}}, "--negatives.size", {"negatives": {"source": "queue"}}),
+        ("simclr", {"negatives": {"momentum": 0.5}}, "--negatives.momentum", {"negatives": {"source": "memory-bank"}}),
+        (
+            "co2-v2",
+            {"objective": {"detach_target": True}},
+            "--objective.detach-target",
+            {"negatives": {"source": "in-batch"}},
+        ),
+        (
+            "insdisc",
+            {"encoder": {"shuffle_keys": None}},
+            "--encoder.(no-)?shuffle-keys",
+            {"negatives": {"source": "queue"}, "encoder": {"groups": 4}},
+        ),
+        ("moco-v2", {"objective": {"ramp_up": 0.5}}, "--objective.ramp-up", {"objective": {"alpha": 1.0}}),
+        ("simclr", {"objective": {"detach_target": True}}, "--objective.detach-target", {"objective": {"alpha": 1.0}}),
+        (
+            "moco-v2",
+            {"execution": {"input": "workers", "resident_gib": 1.0}},
+            "--execution.resident-gib",
+            {"execution": {"input": "auto"}},
+        ),
+    ],
+)
+def test_what_was_changed_though_nothing_looks_at_it_is_refused_and_only_then(
+    recipe, changes, option, with_these_it_is_used
+):
+    plain = recipes.get(recipe)
+    if changes.get("encoder") == {"shuffle_keys": None}:
+        changes = {"encoder": {"shuffle_keys": not plain.encoder.shuffle_keys}}
+    refuse_idle(plain, plain)
+    edited = plain.edit(**changes)
+    with pytest.raises(co2.UserError, match=f"^{option} would do nothing "):
+        refuse_idle(edited, plain)
+    refuse_idle(edited.edit(**with_these_it_is_used), plain)
+
+
+def test_no_recipe_is_refused_for_what_another_change_leaves_idle():
+    for recipe in recipes.RECIPES.values():
+        plain = recipe.build()
+        refuse_idle(plain.edit(optimisation={"schedule": "cosine"}, views={"blur_probability": 0.0}), plain)

@@ -38,3 +38,13 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
 def test_files_are_readable_by_others_as_the_user_set_it(tmp_path):
     write_atomically(str(tmp_path / "file"), b"x")
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) & 0o400
+
+
+@pytest.mark.parametrize("obstacle", ["a folder of that name", "no folder around it"])
+def test_an_error_names_the_file_that_was_wanted(tmp_path, obstacle):
+    path = tmp_path / "missing" / "file" if obstacle == "no folder around it" else tmp_path / "file"
+    if obstacle == "a folder of that name":
+        path.mkdir()
+    with pytest.raises(OSError) as caught:
+        write_atomically(path, b"x")
+    assert (caught.value.filename, caught.value.filename2) == (str(path), None)

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from co2.files import appearing_when_whole
 from co2.study.curves import band
 from co2.study.grids import Variant
 from co2.study.settings import changed
@@ -48,8 +49,10 @@ def draw(results: Results, folder: Path) -> list[Path]:
                 path.unlink(missing_ok=True)
             return []
         for path in paths:
-            metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(path, dpi=150, bbox_inches="tight", facecolor="white", metadata=metadata)
+            kind = path.suffix.removeprefix(".")
+            metadata = {"Date": None} if kind == "svg" else None
+            with appearing_when_whole(path) as file:
+                figure.savefig(file, format=kind, dpi=150, bbox_inches="tight", facecolor="white", metadata=metadata)
     return paths
 
 

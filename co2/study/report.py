@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote
 from co2 import recipes
 from co2.config import Experiment
 from co2.errors import UserError
+from co2.files import write_atomically
 from co2.study.grids import STUDIES, label_of
 from co2.study.plan import CELLS, PLAN, RUNS, Cell, Plan, read_plan, seeds_found
 from co2.study.records import (
@@ -149,7 +150,7 @@ def _heading_and_rest(notes: str) -> tuple[str, str]:
 
 
 def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files need not be text
+    write_atomically(path, text.encode("utf-8", errors="backslashreplace"))  # names of files need not be text
 
 
 def _refuse_foreign(out: Path) -> None:

@@ -253,3 +253,21 @@ def test_no_curve_runs_through_the_legend(planned, write_cell, log):
     assert box.x1 <= figure.bbox.x1
     assert box.y1 <= figure.bbox.y1
     assert not any(axes.get_legend() or axes.get_tightbbox().overlaps(box) for axes in figure.axes)
+
+
+def test_a_figure_or_table_that_cannot_be_finished_leaves_the_old_one(planned, write_cell, log, monkeypatch):
+    folder, plan = planned("claim", seeds=(0,))
+    write_cell(folder, plan, "claim", "moco", 0, {"knn.top1": 60.0, "linear.top1": 61.0}, log(0, 0.5))
+    report_study(folder, plan, "claim")
+    names = [f"claim.{ending}" for ending in ("md", "csv", "svg", "png")]
+    before = {name: (folder / name).read_bytes() for name in names}
+
+    def disk_full(self, file, **how):
+        file.write(b"half of ")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", disk_full)
+    with pytest.raises(OSError, match="No space left"):
+        report_study(folder, plan, "claim")
+    assert {name: (folder / name).read_bytes() for name in names} == before
+    assert not list(folder.glob("*.writing"))
