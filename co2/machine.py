@@ -185,8 +185,9 @@ def freed_memory_kept(device: torch.device) -> Iterator[None]:
     """On a CPU: let this process keep the memory that it frees for what it needs next, until the block ends.
 
     Else malloc hands back to the system what is large, which every activation is, and the next step waits while the
-    system fills the same pages with zeros, one by one: up to a third of the time of a small network's step. GPUs have
-    torch's own allocator, which does this, and libraries other than glibc are left alone, as is a user who has chosen.
+    system fills the same pages with zeros, one by one: a tenth of the time of a small network's step, and half of that
+    of its features. GPUs have torch's own allocator, which does this; libraries other than glibc, and users who have
+    chosen for themselves, are left alone.
     """
     library = ctypes.CDLL(None) if os.name == "posix" else None
     chosen = any(name in os.environ for name in _OF_THE_USER) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")

@@ -67,7 +67,7 @@ class ExecutionSpecification:
     precision: Precision = "auto"
     """What encoders compute in; weights, losses and statistics are float32 in any case. auto: bfloat16 on a GPU, where
     nothing else is to be had, and float32 on a CPU. CPUs with instructions for it (avx512_bf16, amx) are
-    faster in bfloat16, 1.5 to 1.7 times where it was measured; others are slower. A run keeps what it was begun
+    faster in bfloat16, 1.4 to 1.7 times where it was measured; others are slower. A run keeps what it was begun
     with."""
     input: Literal["auto", "resident", "jpeg", "workers"] = "auto"
     """resident: all images on the GPU, augmented there; jpeg: decoded and augmented on the GPU; workers: by processes
