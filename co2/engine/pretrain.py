@@ -523,7 +523,7 @@ def precision_advice(device: torch.device, wanted: Precision, continued: bool) -
         return None
     if wanted == "auto" and multiplies_bfloat16():
         return (
-            "This processor has instructions for bfloat16: --execution.precision bfloat16 makes steps faster, 1.5 "
+            "This processor has instructions for bfloat16: --execution.precision bfloat16 makes steps faster, 1.4 "
             "to 1.7 times where it was measured. Rounding differs, so that a run does not come out the same to the bit."
         )
     if wanted == "bfloat16" and not multiplies_bfloat16():
