@@ -91,6 +91,12 @@ def write_checkpoint(run: Path, state: Mapping[str, Any], step: int, keep_every:
             if summing.failure is not None:
                 raise summing.failure from None  # what the disk said; torch hides it behind an error of its own
             raise
+    remove_older(run, step, keep_every)
+    return path
+
+
+def remove_older(run: Path, step: int, keep_every: int = 0) -> None:
+    """Remove the checkpoints of a run that stands at `step`, all but the last few and each `keep_every`-th step's."""
     # Later ones are not this run's, which has just come here; they must not push out what it has written.
     up_to_here = [one for one in checkpoints(run) if step_of(one) <= step]
     for old in up_to_here[:-KEPT]:
@@ -98,7 +104,6 @@ def write_checkpoint(run: Path, state: Mapping[str, Any], step: int, keep_every:
             continue
         old.unlink()
         old.with_suffix(CHECKSUM).unlink(missing_ok=True)
-    return path
 
 
 def checkpoints(run: Path) -> list[Path]:

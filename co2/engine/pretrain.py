@@ -22,6 +22,7 @@ from co2.checkpoint import (
     CheckpointWriter,
     checkpoints,
     newest_sound_checkpoint,
+    remove_older,
     save_backbone,
 )
 from co2.config import Experiment
@@ -428,7 +429,14 @@ class Run:
 
     def _restore(self) -> None:
         """Go on from the last checkpoint, if the folder has one."""
-        state = self.processes.first(lambda: newest_sound_checkpoint(self.folder, print, self._take_up))
+
+        def take_up_newest() -> dict[str, Any] | None:
+            state = newest_sound_checkpoint(self.folder, print, self._take_up)
+            if state is not None:  # a process that was killed just after it wrote it may have left one too many
+                remove_older(self.folder, state["step"], self.checkpoints.keep_every)
+            return state
+
+        state = self.processes.first(take_up_newest)
         if state is not None and not self.processes.is_first:
             self._take_up(state)
 

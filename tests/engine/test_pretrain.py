@@ -440,6 +440,18 @@ def test_processes_must_mean_the_same_images(tiny):
         check_names(tiny(), [3, 4])
 
 
+def test_a_checkpoint_too_many_is_removed_when_a_run_goes_on(tiny, tmp_path):
+    """Which is what a process leaves that was killed between writing the last one and removing the oldest."""
+    run = pretrain(tiny(epochs=4), out=tmp_path / "run")
+    kept = checkpoints(run)
+    too_many = kept[0].with_name("step-000000001.pt")
+    for ending in (".pt", ".sha256"):
+        too_many.with_suffix(ending).write_bytes(kept[0].with_suffix(ending).read_bytes())
+    pretrain(tiny(epochs=4, resume=True), out=run)
+    assert checkpoints(run) == kept
+    assert not too_many.with_suffix(".sha256").exists()
+
+
 def test_a_finished_run_can_be_resumed_without_harm(tiny, tmp_path):
     run = pretrain(tiny(), out=tmp_path / "run")
     before = co2.load_backbone(run).state_dict()
