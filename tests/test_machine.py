@@ -149,23 +149,25 @@ _FAULTS = """
 import resource, torch
 from co2.machine import freed_memory_kept
 
-PAGES = (64 << 20) // resource.getpagesize()
+MIB = (1 << 20) // resource.getpagesize()  # in pages
 
-def fills_anew():  # whether the system has to fill most pages, each time that a tensor of 64 MiB is made and freed
-    times = 0
-    for _ in range(50):
+def fills_anew(size, times):  # whether the system has to fill most pages, when tensors of so many MiB come and go
+    anew = 0
+    for _ in range(times):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(16 << 20)
-        times += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before > PAGES / 2
-    return times > 25  # malloc may need a few before it finds a place again
+        torch.ones(size << 18)
+        anew += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before > size * MIB / 2
+    return anew > times / 2  # malloc may need a few before it finds a place again
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1])
 
-outside = fills_anew()
+outside = fills_anew(64, 50)
 with freed_memory_kept(torch.device("DEVICE")):
-    inside, held = fills_anew(), resident()
-print(outside, inside, held - resident() > PAGES / 2)
+    inside, held = fills_anew(64, 50), resident()
+left = resident()
+after = fills_anew(1024, 4)  # larger than any place that was kept
+print(outside, inside, after, held - left > 32 * MIB)
 """
 
 
@@ -184,7 +186,7 @@ def test_on_a_cpu_freed_memory_is_used_again_until_the_work_is_done(device, envi
     program = [sys.executable, "-c", _FAULTS.replace("DEVICE", device)]
     said = subprocess.run(program, env=own | environment, capture_output=True, text=True, check=True).stdout.split()
     held_until_then = "True" if inside == "False" else "False"
-    assert said == ["True", inside, held_until_then]
+    assert said == ["True", inside, "True", held_until_then]
 
 
 def test_errors_pass_where_freed_memory_is_kept():
