@@ -36,7 +36,7 @@ from co2.data.source import BadImage, readable
 from co2.data.voc import VocDetection, read_detection
 from co2.data.workers import in_parts, results_of
 from co2.errors import UserError
-from co2.evaluation.features import REPLACED, Unreadable, check_readable
+from co2.evaluation.features import REPLACED, Unreadable, check_readable, ready
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.regions import Objects, Proposals, Regions, pad_objects
@@ -45,7 +45,6 @@ from co2.evaluation.spatial import (
     Preparation,
     Trunk,
     fit,
-    on_device,
     padding_colour,
     parameter_groups,
     seeded,
@@ -84,7 +83,7 @@ def evaluate(
     _check(train, test, settings, progress)
     unreadable = Unreadable(progress)
     with seeded(seed, device):
-        model = on_device(Detector(subject, len(train.classes), settings), device)
+        model = ready(Detector(subject, len(train.classes), settings), device)
         curves, passed_over = train_detector(
             model, train, settings, device=device, seed=seed, workers=workers, progress=progress
         )

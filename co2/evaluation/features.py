@@ -6,7 +6,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from co2.views.choose_input import choose_input
 from co2.views.loader import Batch, ViewLoader, plain_batches
 from co2.views.specification import Augmentation
 from co2.views.transform import normalise_for_convolutions
+
+Network = TypeVar("Network", bound=nn.Module)
 
 BATCH = 256
 LARGEST_BATCH = 1024  # for small views on a GPU, which 256 would not keep busy
@@ -234,7 +236,7 @@ def batch_size(view_size: int, device: torch.device) -> int:
     return min(LARGEST_BATCH, max(BATCH, BATCH * 224**2 // view_size**2))
 
 
-def ready(network: nn.Module, device: torch.device) -> nn.Module:
+def ready(network: Network, device: torch.device) -> Network:
     """The network on the device, laid out as convolutions like it."""
     return network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 

@@ -24,14 +24,13 @@ from co2.data.source import BadImage, readable
 from co2.data.voc import NOT_JUDGED, VocSegmentation, read_segmentation
 from co2.data.workers import results_of
 from co2.errors import UserError
-from co2.evaluation.features import REPLACED, Unreadable, check_readable
+from co2.evaluation.features import REPLACED, Unreadable, check_readable, ready
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.spatial import (
     Preparation,
     Trunk,
     fit,
-    on_device,
     padding_colour,
     parameter_groups,
     seeded,
@@ -65,7 +64,7 @@ def evaluate(
     _check_masks(test, progress)
     unreadable = Unreadable(progress)
     with seeded(seed, device):
-        model = on_device(Segmenter(subject, len(train.classes), settings), device)
+        model = ready(Segmenter(subject, len(train.classes), settings), device)
         curves, passed_over = train_segmenter(
             model, train, settings, device=device, seed=seed, workers=workers, progress=progress
         )

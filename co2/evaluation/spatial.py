@@ -63,14 +63,6 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-Module = TypeVar("Module", bound=nn.Module)
-
-
-def on_device(module: Module, device: torch.device) -> Module:
-    """Moved there, in the layout that convolutions are fastest with."""
-    return module.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-
 # Images.
 
 
