@@ -34,4 +34,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv demo .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -8,7 +8,7 @@ python benchmarks/contrast.py --sweep --rows 256 1024 4096 --negatives 65536 --o
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from co2.bench.loss import main
 

@@ -117,7 +117,8 @@ def _processor_seconds() -> float:
 
 
 def _python(code: Path, *words: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""}
+    package = code / "src" if (code / "src").is_dir() else code  # where it lay in earlier commits
+    environment = {**os.environ, "PYTHONPATH": str(package), "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("OMP_NUM_THREADS", None)
     subprocess.run([sys.executable, *words], cwd=code, env=environment, check=True, stdout=subprocess.DEVNULL)
 

@@ -33,6 +33,7 @@ ORDER = [
     "bench",
     "demo",
     "cli",
+    "__main__",
 ]
 
 
@@ -93,3 +94,19 @@ def test_every_public_name_can_be_imported():
     assert callable(co2.pretrain)
     with pytest.raises(AttributeError):
         co2.nothing_of_that_name  # noqa: B018
+
+
+def test_completion_shows_the_public_names_and_no_others():
+    assert sorted(dir(co2)) == sorted([*co2.__all__, "__version__"])
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "co2", "--version"], check=True, capture_output=True, text=True)
+    assert co2.__version__ in done.stdout
+
+
+def test_a_clone_beside_a_script_does_not_hide_the_package(tmp_path):
+    # A folder called `co2` in the current folder would be taken for the package, if that lay at its top.
+    (tmp_path / "co2").symlink_to(PACKAGE.parents[1])
+    code = "import co2; assert co2.__file__ and callable(co2.pretrain)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

@@ -98,8 +98,8 @@ def test_on_a_stream_of_its_own_a_long_step_does_not_hold_up_the_decoder():
 @pytest.fixture
 def checkout(tmp_path):
     """A repository with a package in it, all of it committed."""
-    (tmp_path / "co2").mkdir()
-    for name in ("co2/code.py", "README.md"):
+    (tmp_path / "src" / "co2").mkdir(parents=True)
+    for name in ("src/co2/code.py", "README.md"):
         (tmp_path / name).write_text("as committed")
     who = ("-c", "user.name=test", "-c", "user.email=test@example.org")
     for command in (("init", "-q"), ("add", "."), (*who, "commit", "-qm", "all")):
@@ -111,12 +111,12 @@ def test_a_record_names_the_commit_and_says_if_the_code_is_another(checkout):
     head = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     (checkout / "README.md").write_text("changed, but not run")
     assert commit(checkout) == head.strip()
-    (checkout / "co2" / "code.py").write_text("changed")
+    (checkout / "src" / "co2" / "code.py").write_text("changed")
     assert commit(checkout) == f"{head.strip()}-modified"
 
 
 def test_a_new_file_of_the_package_is_a_change_of_it(checkout):
-    (checkout / "co2" / "new.py").write_text("not committed")
+    (checkout / "src" / "co2" / "new.py").write_text("not committed")
     assert commit(checkout).endswith("-modified")
 
 

@@ -514,7 +514,7 @@ def test_the_block_of_the_network_blocks() -> None:
 
 
 def test_every_test_that_the_documentation_names_exists() -> None:
-    root = PACKAGE.parent
+    root = PACKAGE.parents[1]
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (root / "docs" / "RELIABILITY.md").read_text(encoding="utf-8"))
     assert len(named) >= 30
     for path, name in named:

@@ -283,7 +283,7 @@ for dtype in (torch.float32, torch.bfloat16):
 def test_every_kernel_compiles_for_a_gpu() -> None:
     """The interpreter has no types and accepts kernels that the compiler does not."""
     script = Path(__file__).parents[1] / "objective"
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     run = subprocess.run([sys.executable, "-c", COMPILE, str(script)], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     for kernel in ("_statistics", "_apply", "_sums", "_merge_sums", "_input_gradient", "_forward", "_backward"):

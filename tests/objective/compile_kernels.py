@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

@@ -300,7 +300,7 @@ def test_normalised_views_are_those_of_the_cpu(shape: tuple[int, ...]) -> None:
 def test_every_kernel_compiles_for_a_gpu() -> None:
     """The interpreter has no types and accepts kernels that the compiler does not."""
     script = Path(__file__).parents[1] / "objective"
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     command = [sys.executable, "-c", COMPILE, str(script)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]

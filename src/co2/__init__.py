@@ -44,3 +44,8 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value  # found at once the next time, and not hidden by a module of the same name
     return value
+
+
+def __dir__() -> list[str]:
+    """What a notebook completes: the public names, imported or not, and no others."""
+    return [*__all__, "__version__"]

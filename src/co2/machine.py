@@ -143,7 +143,7 @@ def multiplies_bfloat16() -> bool:
     return any(can.get(name, False) for name in ("avx512_bf16", "amx_bf16", "sve_bf16"))
 
 
-def commit(home: Path = Path(__file__).parents[1]) -> str | None:
+def commit(home: Path = Path(__file__).parents[2]) -> str | None:
     """Of the checkout that the code is run from, for records: with "-modified" where the package is not as committed.
 
     None where it is no checkout, but installed: the repository around it, if there is one, is somebody else's.
@@ -155,7 +155,7 @@ def commit(home: Path = Path(__file__).parents[1]) -> str | None:
         return subprocess.run(["git", "-C", str(home), *question], capture_output=True, text=True).stdout.strip()
 
     try:
-        head, changes = ask_git("rev-parse", "HEAD"), ask_git("status", "--porcelain", "--", "co2")
+        head, changes = ask_git("rev-parse", "HEAD"), ask_git("status", "--porcelain", "--", "src/co2")
     except OSError:  # there is no git
         return None
     return f"{head}-modified" if head and changes else head or None
