@@ -22,9 +22,9 @@ import torch
 from co2 import recipes
 from co2.bench.record import provenance, show, write_record
 from co2.bench.step import noise_batches
-from co2.encoders.backbones import build_backbone
 from co2.engine.trainer import Trainer
-from co2.machine import freed_memory_kept
+from co2.machine.memory import freed_memory_kept
+from co2.networks.backbones import build_backbone
 
 CPU = torch.device("cpu")
 SECONDS = 6.0  # for each measurement, after one call to warm up

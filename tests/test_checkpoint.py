@@ -19,8 +19,8 @@ from co2.checkpoint import (
     save_backbone,
     write_checkpoint,
 )
-from co2.encoders.backbones import build_backbone
 from co2.errors import RunError
+from co2.networks.backbones import build_backbone
 
 
 def test_state_comes_back_as_it_was(tmp_path):

@@ -15,8 +15,8 @@ import co2
 from co2 import export, recipes
 from co2.checkpoint import save_backbone
 from co2.cli import main
-from co2.encoders.backbones import build_backbone
 from co2.export import export_backbone
+from co2.networks.backbones import build_backbone
 from co2.views.specification import Augmentation
 
 

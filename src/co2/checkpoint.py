@@ -27,10 +27,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from co2.config import Experiment
-from co2.encoders.backbones import build_backbone
-from co2.encoders.specification import Stem
 from co2.errors import RunError, UserError
 from co2.files import WRITING, appearing_when_whole, write_atomically
+from co2.networks.backbones import build_backbone
+from co2.networks.specification import Stem
 from co2.views.specification import VIEW_SIZES
 
 CONFIG = "config.json"

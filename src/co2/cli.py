@@ -19,9 +19,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from co2.engine.audience import lasting_output
 from co2.errors import UserError, did_you_mean
-from co2.machine import read_launch
+from co2.machine.process import read_launch
+from co2.machine.terminal import lasting_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tyro
 
-from co2.encoders.specification import EncoderSpecification
 from co2.engine.specification import ExecutionSpecification, MonitoringSpecification, OptimisationSpecification
 from co2.errors import UserError, did_you_mean
-from co2.machine import check_workers
+from co2.machine.device import check_workers
+from co2.networks.specification import EncoderSpecification
 from co2.objective.specification import NegativesSpecification, ObjectiveSpecification
 from co2.views.specification import Augmentation
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from co2 import recipes
 from co2.config import Experiment
 from co2.errors import UserError
-from co2.machine import cores
+from co2.machine.device import cores
 from co2.report.gallery import Gallery, Picture
 from co2.report.page import Page, next_steps, write_page
 from co2.report.runs import METRICS, read_run

@@ -27,10 +27,10 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from co2.encoders.backbones import build_backbone
 from co2.errors import RunError, UserError, did_you_mean
 from co2.evaluation.subject import Subject, open_subject
 from co2.files import write_atomically
+from co2.networks.backbones import build_backbone
 
 Format = Literal["torchvision", "timm", "detectron2", "onnx"]
 

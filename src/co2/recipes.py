@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from co2.config import Experiment
-from co2.encoders.specification import EncoderSpecification
 from co2.engine.specification import MonitoringSpecification, OptimisationSpecification
 from co2.errors import UserError, did_you_mean
+from co2.networks.specification import EncoderSpecification
 from co2.objective.specification import NegativesSpecification, ObjectiveSpecification
 from co2.views.specification import moco_v1_views, moco_v2_views, simclr_views, small_views
 

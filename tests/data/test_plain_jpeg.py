@@ -2,19 +2,15 @@
 
 import io
 import struct
-import sys
-from pathlib import Path
 
 import pytest
 from hostile import jpeg_of_many_scans
 from hypothesis import given
 from hypothesis import strategies as st
+from inputs import jpeg, png, smooth, turned
 from PIL import Image
 
 from co2.data.plain_jpeg import plain_jpeg_size
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "views"))
-from inputs import jpeg, png, smooth, turned
 
 
 def exif(*entries, order="<"):

@@ -19,7 +19,8 @@ import co2
 from co2.checkpoint import checkpoints, read_checkpoint
 from co2.engine.distributed import ALONE, Processes
 from co2.engine.pretrain import check_sizes
-from co2.machine import Launch, choose_device, choose_workers, read_launch
+from co2.machine.device import choose_device, choose_workers
+from co2.machine.process import Launch, read_launch
 
 HERE = Path(__file__).parent
 PROJECT = str(HERE.parents[1])
@@ -66,7 +67,7 @@ def carry_out(plan, processes, folder):
         return
     path = folder / "plan.json"
     path.write_text(json.dumps(plan))
-    done = torchrun(processes, str(HERE / "runs_in_processes.py"), str(path))
+    done = torchrun(processes, str(HERE.parent / "support" / "runs_in_processes.py"), str(path))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -224,7 +225,7 @@ def test_a_killed_process_is_started_again_and_the_result_is_the_same(pairs, exp
     again = experiment("demo-co2", 2, epochs=3, resume="auto")
     plan = [{"experiment": again.to_json(), "out": str(tmp_path / "run"), "kill_at": 5}]
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    done = torchrun(2, str(HERE / "runs_in_processes.py"), str(tmp_path / "plan.json"), restarts=1)
+    done = torchrun(2, str(HERE.parent / "support" / "runs_in_processes.py"), str(tmp_path / "plan.json"), restarts=1)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Going on from step 3" in done.stdout
     ours, theirs = (read_checkpoint(checkpoints(run)[-1]) for run in (tmp_path / "run", pairs[2] / "undisturbed"))

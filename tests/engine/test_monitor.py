@@ -9,10 +9,10 @@ from torch import nn
 
 from co2 import recipes
 from co2.data.open import open_data
-from co2.encoders.encoder import build_encoder
 from co2.engine import monitor
 from co2.engine.monitor import Monitor
 from co2.measures.knn import knn_accuracy
+from co2.networks.encoder import build_encoder
 from co2.views.transform import normalise
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from co2.engine.distributed import Processes
 from co2.engine.specification import ExecutionSpecification
 from co2.engine.trainer import MEASURED, Trainer, check_execution, precision_on
 from co2.errors import UserError
-from co2.machine import Launch
+from co2.machine.process import Launch
 from co2.views.loader import Batch
 
 CPU = torch.device("cpu")

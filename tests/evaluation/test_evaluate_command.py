@@ -18,7 +18,6 @@ import co2
 from co2.checkpoint import checkpoints, save_backbone
 from co2.cli import main
 from co2.data.shapes import write_shapes
-from co2.encoders.backbones import build_backbone
 from co2.engine.pretrain import pretrain
 from co2.errors import UserError
 from co2.evaluation import knn, linear, presets, semi_supervised, suite
@@ -26,6 +25,7 @@ from co2.evaluation.presets import PROTOCOLS, settings_of
 from co2.evaluation.progress import Progress
 from co2.evaluation.protocol import Evaluation, Spread, spread_over_runs
 from co2.evaluation.subject import open_subject
+from co2.networks.backbones import build_backbone
 
 ROOT = Path(__file__).parents[2]
 CPU = ["--device", "cpu", "--workers", "0"]

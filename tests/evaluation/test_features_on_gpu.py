@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from co2.data.open import open_data
-from co2.encoders.features import extract
 from co2.evaluation import knn, linear
 from co2.evaluation.features import batch_size, embed, preparation, ready
 from co2.evaluation.subject import open_subject
 from co2.measures.knn import nearest
+from co2.networks.features import extract
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

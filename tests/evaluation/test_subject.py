@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 import co2
 from co2.checkpoint import checkpoints, read_checkpoint
-from co2.encoders.backbones import build_backbone
-from co2.encoders.encoder import build_encoder
 from co2.evaluation.subject import open_subject
+from co2.networks.backbones import build_backbone
+from co2.networks.encoder import build_encoder
 from co2.views.specification import Augmentation
 
 

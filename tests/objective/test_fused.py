@@ -322,7 +322,7 @@ def test_autocast_does_not_make_it_coarser() -> None:
 
 def test_every_kind_of_kernel_compiles_for_a_gpu() -> None:
     # Not in this process: here Triton may be interpreting.
-    script = Path(__file__).with_name("compile_kernels.py")
+    script = Path(__file__).parents[1] / "support" / "compile_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, script, "90", "--few"], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]

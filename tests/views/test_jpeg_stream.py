@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hostile import CORPUS
 from inputs import (
     AUGMENTATION,
     CPU,
@@ -24,6 +24,7 @@ from inputs import (
     told,
     view_loader,
 )
+from test_hostile import assert_named, mixed, place_in  # noqa: F401 - `mixed` is a fixture
 
 from co2.data.decode import decode_image
 from co2.data.folder import FileSource
@@ -36,10 +37,6 @@ from co2.data.source import ArraySource, BadImage
 from co2.errors import UserError
 from co2.views import jpeg_stream
 from co2.views.jpeg_stream import BATCHES_AHEAD, JpegViews, _Ahead
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-from hostile import CORPUS
-from test_hostile import assert_named, mixed, place_in  # noqa: F401 - `mixed` is a fixture
 
 JPEG = KINDS[:1]
 

@@ -299,7 +299,7 @@ def test_normalised_views_are_those_of_the_cpu(shape: tuple[int, ...]) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
 def test_every_kernel_compiles_for_a_gpu() -> None:
     """The interpreter has no types and accepts kernels that the compiler does not."""
-    script = Path(__file__).parents[1] / "objective"
+    script = Path(__file__).parents[1] / "support"
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     command = [sys.executable, "-c", COMPILE, str(script)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -4,24 +4,21 @@ import dataclasses
 import multiprocessing
 import os
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hostile import CORPUS
 from inputs import AUGMENTATION, CPU, assert_nearly_the_same_batches, assert_same_batches, folder_of, told, view_loader
+from test_hostile import assert_named, mixed, place_in  # noqa: F401 - `mixed` is a fixture
 
 from co2.data.open import open_data
 from co2.data.source import ArraySource, BadImage, ImageSource
-from co2.data.workers import WorkerLost
 from co2.errors import RunError, UserError
+from co2.machine.workers import WorkerLost
 from co2.views import resident
 from co2.views.resident import DoesNotFit, ResidentViews
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-from hostile import CORPUS
-from test_hostile import assert_named, mixed, place_in  # noqa: F401 - `mixed` is a fixture
 
 
 @pytest.fixture(autouse=True)

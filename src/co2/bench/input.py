@@ -33,7 +33,7 @@ from co2.data.plain_jpeg import plain_jpeg_size
 from co2.data.source import BadImage, ImageSource
 from co2.engine.pretrain import check_sizes
 from co2.errors import RunError, UserError
-from co2.machine import choose_device, choose_workers
+from co2.machine.device import choose_device, choose_workers
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch, ViewLoader, write_views
 from co2.views.parameters import draw

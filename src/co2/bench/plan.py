@@ -28,7 +28,8 @@ from co2.data.source import ImageSource
 from co2.engine.pretrain import check_sizes
 from co2.engine.trainer import Trainer, check_execution
 from co2.errors import UserError
-from co2.machine import choose_device, freed_memory_kept
+from co2.machine.device import choose_device
+from co2.machine.memory import freed_memory_kept
 
 _STEPS_AT_LEAST = 4  # in the time of a measurement on a CPU; else it is made with a smaller batch
 _SMALLEST_BATCH = 8

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from co2.errors import RunError, UserError
-from co2.machine import commit, cores
+from co2.machine.device import cores
+from co2.machine.provenance import commit
 
 if TYPE_CHECKING:
     import torch

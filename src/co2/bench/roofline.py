@@ -10,7 +10,7 @@ x the input of a layer, y its output, and b bytes for a number (2 in bfloat16, a
     batch normalisation   forward    reads x for the statistics; then x (and what is added), and writes y
     with addition, ReLU   backward   reads dy, x for two sums; then dy, x, and writes dx. With an addition the sums read
                                      y too and write dy where y > 0, which is the gradient of what was added.
-                          This is what `co2.encoders.fused_normalisation` does: as few passes as there can be between
+                          This is what `co2.kernels.normalisation` does: as few passes as there can be between
                           convolutions that are operations of their own.
     other normalisations  forward    reads x, writes y             backward   reads dy, x, writes dx
     pooling               forward    reads x, writes y             backward   reads dy, writes dx
@@ -44,7 +44,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from co2.config import Experiment
-from co2.encoders.encoder import build_encoder
+from co2.networks.encoder import build_encoder
 
 EXACT = 4  # bytes of a float32
 

@@ -36,7 +36,8 @@ from co2.config import Experiment
 from co2.engine.capture import WARM_UP
 from co2.engine.trainer import Trainer, check_execution, precision_on
 from co2.errors import UserError
-from co2.machine import choose_device, freed_memory_kept
+from co2.machine.device import choose_device
+from co2.machine.memory import freed_memory_kept
 from co2.views.loader import Batch
 
 STRETCHES = 5

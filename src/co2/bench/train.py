@@ -43,7 +43,8 @@ from co2.data.source import ArraySource, ImageSource
 from co2.engine.clock import Moment
 from co2.engine.trainer import Trainer, check_execution, precision_on
 from co2.errors import UserError
-from co2.machine import choose_device, freed_memory_kept, stream_of_its_own
+from co2.machine.device import choose_device, stream_of_its_own
+from co2.machine.memory import freed_memory_kept
 from co2.views.loader import Batch, ViewLoader
 from co2.views.resident import ResidentViews
 

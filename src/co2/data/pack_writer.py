@@ -39,10 +39,10 @@ from co2.data.packed import (
 )
 from co2.data.plain_jpeg import plain_frame
 from co2.data.source import BadImage, ImageSource, Progress, in_words, printable
-from co2.data.workers import WorkerLost, in_parts, results_of
 from co2.errors import RunError, UserError
 from co2.files import WRITING
-from co2.machine import cores
+from co2.machine.device import cores
+from co2.machine.workers import WorkerLost, in_parts, results_of
 
 SHORTER_SIDE, QUALITY = 256, 90
 _SECONDS_BETWEEN_COMMITS = 5.0

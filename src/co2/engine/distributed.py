@@ -29,9 +29,9 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from co2.encoders.batch_statistics import group_batch_statistics, nearly_equal, synchronise_batch_statistics
 from co2.errors import RunError, UserError
-from co2.machine import Launch, read_launch
+from co2.machine.process import Launch, read_launch
+from co2.networks.batch_statistics import group_batch_statistics, nearly_equal, synchronise_batch_statistics
 from co2.views.loader import Batch
 
 # The others wait this long while the first process measures or writes. One that has died is noticed at once all the

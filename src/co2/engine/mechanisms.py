@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from co2 import philox
 from co2.config import Experiment
-from co2.encoders.backbones import UnsuitableViewSizeError, check_view_size
-from co2.encoders.batch_statistics import keep_views_together
-from co2.encoders.encoder import Encoder, build_encoder
-from co2.encoders.momentum import MomentumEncoder
 from co2.engine.distributed import Share
-from co2.objective.negatives import Comparison, MemoryBank, MomentumQueue, compare_in_batch, spread_sample
+from co2.networks.backbones import UnsuitableViewSizeError, check_view_size
+from co2.networks.batch_statistics import keep_views_together
+from co2.networks.encoder import Encoder, build_encoder
+from co2.networks.momentum import MomentumEncoder
+from co2.networks.negatives import Comparison, MemoryBank, MomentumQueue, compare_in_batch, spread_sample
 
 
 class Mechanism(nn.Module):

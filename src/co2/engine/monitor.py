@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from co2.config import Experiment
 from co2.data.open import DataSplits
 from co2.data.source import ImageSource
-from co2.encoders.encoder import Encoder
-from co2.encoders.features import evaluation_mode, extract
 from co2.measures.knn import knn_accuracy
 from co2.measures.label_free import alignment, effective_rank, mean_norm, uniformity
+from co2.networks.encoder import Encoder
+from co2.networks.features import evaluation_mode, extract
 from co2.views.loader import Batch, ViewLoader, plain_batches
 from co2.views.transform import normalise_for_convolutions
 

@@ -47,17 +47,9 @@ from co2.engine.specification import Precision
 from co2.engine.trainer import MEASURED, Trainer, check_execution
 from co2.errors import RunError, UserError
 from co2.files import write_atomically
-from co2.machine import (
-    Terminated,
-    choose_device,
-    choose_workers,
-    freed_memory_kept,
-    interrupted_by_sigterm,
-    multiplies_bfloat16,
-    ran_out_of_memory,
-    stop_requests,
-    stream_of_its_own,
-)
+from co2.machine.device import choose_device, choose_workers, multiplies_bfloat16, ran_out_of_memory, stream_of_its_own
+from co2.machine.memory import freed_memory_kept
+from co2.machine.process import Terminated, interrupted_by_sigterm, stop_requests
 from co2.objective.contrast import why_not_fused
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch

@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from co2.engine.audience import Lasting
+from co2.machine.terminal import Lasting
 
 # Of a number of steps how long the first so many take, in any unit: time left is shown by it.
 Work = Callable[[int], float]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from co2.data.source import BadImage, ImageSource
-from co2.encoders.features import extract
 from co2.errors import RunError, UserError
 from co2.evaluation.progress import SILENT, Progress
+from co2.networks.features import extract
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch, ViewLoader, plain_batches
 from co2.views.specification import Augmentation

@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 
 from co2.data.open import DataSplits
-from co2.encoders.features import extract
 from co2.errors import UserError
 from co2.evaluation.features import Unreadable, embed, preparation, ready
 from co2.evaluation.progress import SILENT, Progress
@@ -34,6 +33,7 @@ from co2.evaluation.specification import LabelFreeSettings
 from co2.evaluation.subject import Subject
 from co2.measures.label_free import alignment, effective_rank, neighbour_agreement, uniformity
 from co2.measures.ranking import spearman
+from co2.networks.features import extract
 from co2.views.loader import ViewLoader
 from co2.views.specification import moco_v2_views
 

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from typing import Any, Literal, NamedTuple, get_args
 
 from co2.errors import UserError, did_you_mean
-from co2.evaluation import spatial_specification as spatial
 from co2.evaluation import specification as plain
+from co2.evaluation.voc import specification as spatial
 
 AFTER_STEPS = "after_steps"
 """Among the details of an evaluation: how long a run had trained what was judged, where it was a checkpoint."""
@@ -46,7 +46,7 @@ PROTOCOLS: dict[str, Protocol] = {
     ),
     "svm": Protocol(
         "VOC classification by linear SVMs",
-        "svm",
+        "voc.svm",
         plain.SVM_PAPER,
         plain.SVM_QUICK,
         needs_voc=True,
@@ -54,7 +54,7 @@ PROTOCOLS: dict[str, Protocol] = {
     ),
     "detection": Protocol(
         "VOC detection by Faster R-CNN, fine-tuned",
-        "detection",
+        "voc.detection",
         spatial.DETECTION_PAPER,
         spatial.DETECTION_QUICK,
         needs_voc=True,
@@ -62,7 +62,7 @@ PROTOCOLS: dict[str, Protocol] = {
     ),
     "segmentation": Protocol(
         "VOC segmentation by an FCN, fine-tuned",
-        "segmentation",
+        "voc.segmentation",
         spatial.SEGMENTATION_PAPER,
         spatial.SEGMENTATION_QUICK,
         needs_voc=True,

@@ -30,11 +30,11 @@ from torchvision.models.resnet import ResNet
 
 from co2.checkpoint import BACKBONE, checkpoints, load_weights, read_backbone, read_checkpoint
 from co2.config import Experiment
-from co2.encoders.backbones import UnsuitableViewSizeError, build_backbone, feature_width
-from co2.encoders.encoder import Encoder, build_head
-from co2.encoders.specification import Stem
 from co2.errors import UserError, did_you_mean
 from co2.evaluation.presets import MOCO_V1, MOCO_V2
+from co2.networks.backbones import UnsuitableViewSizeError, build_backbone, feature_width
+from co2.networks.encoder import Encoder, build_head
+from co2.networks.specification import Stem
 from co2.views.specification import VIEW_SIZES, Augmentation
 
 PAPER_BACKBONE = "torchvision/resnet50"

@@ -20,7 +20,8 @@ from co2.evaluation.presets import AFTER_STEPS, ALL, PROTOCOLS, Preset, check_gi
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.subject import SEEDS, Subject, open_subject
-from co2.machine import freed_memory_kept, ran_out_of_memory
+from co2.machine.device import ran_out_of_memory
+from co2.machine.memory import freed_memory_kept
 
 _FEWEST_CHECKPOINTS = 3  # fewer have no order to speak of
 
@@ -303,7 +304,7 @@ def circumstances_of(
     progress: Progress,
 ) -> Circumstances:
     """What the user asked for, with what was left out filled in."""
-    from co2.machine import choose_device, choose_workers
+    from co2.machine.device import choose_device, choose_workers
 
     return Circumstances(
         data=data or data_of_run(subject.name),

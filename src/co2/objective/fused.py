@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from co2.objective.kernels import (
+from co2.kernels.contrast import (
     PARTIALS,
     STATISTICS,
     backward_negatives_kernel,

@@ -41,7 +41,8 @@ from co2.evaluation.protocol import write_json
 from co2.evaluation.subject import open_subject
 from co2.evaluation.suite import Circumstances, evaluate_runs
 from co2.files import write_atomically
-from co2.machine import choose_device, choose_workers, commit, cores
+from co2.machine.device import choose_device, choose_workers, cores
+from co2.machine.provenance import commit
 from co2.study.judges import protocol_of
 from co2.study.records import columns, read_record, settings_to_record, write_record
 from co2.study.settings import plain_settings

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from co2.data.source import BadImage, ImageSource, readable
-from co2.data.workers import Workers, in_parts, results_of
 from co2.errors import UserError
+from co2.machine.workers import Workers, in_parts, results_of
 from co2.philox import Stream, permutation
 from co2.views.batched import LARGEST_SIZE, make_views
 from co2.views.parameters import draw

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from co2.data.source import BAD_IN_A_ROW, BadImage, ImageSource, Progress, too_many_in_a_row
-from co2.data.workers import Workers, in_parts
+from co2.machine.workers import Workers, in_parts
 from co2.philox import Stream, permutation
 from co2.views.loader import Batch, ViewLoader
 from co2.views.parameters import ViewParameters, draw

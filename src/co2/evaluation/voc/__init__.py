@@ -1,0 +1,1 @@
+"""PASCAL VOC: its files, and the protocols that are judged on them."""

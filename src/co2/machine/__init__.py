@@ -1,0 +1,1 @@
+"""What a process has to work with: device, memory, terminal, other processes; and where its numbers come from."""
