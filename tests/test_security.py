@@ -60,7 +60,6 @@ ALLOWED = {
     ("evaluation/subject.py", "timm.create_model(pretrained=...)"): "published weights, by NAME:DEFAULT of the user's",
     ("evaluation/suite.py", "importlib.import_module"): "the module of a protocol, from a table in the same room",
     ("export.py", "import pickle"): "Detectron2 reads pickles; one is written for it, and none read",
-    ("engine/records.py", "import socket"): "for the name of this machine in the lock of a run folder",
 }
 
 

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from co2.data.decode import decode_image, read_bytes, read_image, upright_size
+from co2.data.decode import decode_image, read_image, upright_size
 from co2.data.source import BadImage
+from co2.files import read_bytes
 
 # Four flat quarters of 16 pixels: exact in lossless formats, nearly so in JPEG, and no two turns of it look alike.
 COLOURS = np.array([[(250, 20, 30), (20, 240, 40)], [(30, 20, 250), (240, 240, 20)]], dtype=np.uint8)

@@ -253,7 +253,7 @@ def test_the_command_line_writes_and_prints_once_and_stops_when_asked(tmp_path):
     step = int(re.search(r"Stopped after step ([\d,]+)", done.stdout)[1].replace(",", ""))
     assert read_checkpoint(checkpoints(run)[-1])["step"] == step
     kinds = {name.split(".")[0] for name in os.listdir(run)}
-    assert kinds == {"", "config", "metrics", "events", "checkpoints"}  # "": the lock
+    assert kinds == {"config", "metrics", "events", "checkpoints"}  # the lock is gone with the run
     assert len(list(run.glob("events.*"))) == 1
 
 

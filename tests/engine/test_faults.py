@@ -27,6 +27,7 @@ from co2.engine import monitor, trainer
 from co2.engine.pretrain import Run, Stopped, pretrain
 from co2.engine.progress import Quiet
 from co2.errors import RunError
+from co2.files import unfinished
 
 forked = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
 
@@ -229,7 +230,8 @@ def test_a_start_that_was_killed_in_its_first_write_starts_again(tiny, tmp_path)
     process = start(tiny(resume="auto"), tmp_path / "run", prepare)
     process.join(timeout=60)
     assert process.exitcode == -signal.SIGKILL
-    assert sorted(os.listdir(tmp_path / "run")) == [".lock", "config.json.writing"]
+    lock, left = sorted(os.listdir(tmp_path / "run"))
+    assert (lock, unfinished(left)) == (".lock", "config.json")
     pretrain(tiny(epochs=1, resume="auto"), out=tmp_path / "run")
 
 

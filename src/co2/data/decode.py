@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import stat
 import threading
 import warnings
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from co2.data.source import BadImage, in_words
+from co2.files import MOST_BYTES, UnreadableFile, open_regular
 
 # Only these decoders are tried, whatever a file is called: some of Pillow's others start external programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
@@ -32,7 +32,6 @@ EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif",
 # A few kilobytes can unpack to gigabytes. Photographs of 108 million pixels exist; a file that holds so many pixels
 # without any compression, with transparency, just fits the second limit.
 MOST_PIXELS = 128_000_000
-MOST_BYTES = 512 * 2**20
 MOST_SCANS = 100  # each scan of a progressive JPEG is a pass over all pixels; programs write about ten
 TOO_LARGE = f"larger than {MOST_BYTES // 2**20} MiB"
 
@@ -62,51 +61,17 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 def read_image(path: str | bytes | os.PathLike[str]) -> torch.Tensor:
     """The image in a file as uint8 [3, H, W]. Raises BadImage, and nothing else, if there is none to be had."""
-    with open_regular(path) as file:
+    with unreadable_is_bad(), open_regular(path, empty=False) as file:
         return _decode(file)
 
 
-def read_bytes(path: str | bytes | os.PathLike[str]) -> bytes:
-    """What is in a file, an image or not, without looking at it. Raises BadImage, and nothing else, if it cannot be
-    read."""
-    with open_regular(path) as file:
-        number = file.fileno()
-        size = os.fstat(number).st_size
-        # From the system itself: a buffered read makes room for all that it might get, which takes longer than reading.
-        data = os.read(number, size)
-        while len(data) < size and (more := os.read(number, size - len(data))):  # network file systems give in parts
-            data += more
-        return data
-
-
 @contextmanager
-def open_regular(path: str | bytes | os.PathLike[str], most: int = MOST_BYTES) -> Iterator[BinaryIO]:
-    """A file from outside, of at most so many bytes, opened and read without waiting for ever. Raises BadImage, and
-    nothing else, if it is none."""
+def unreadable_is_bad() -> Iterator[None]:
+    """Of a file that cannot be read, as of one that holds no image, the reason is told by BadImage."""
     try:
-        _check_regular(os.stat(path), most)  # before it is opened: opening a device may already do something
-        with open(path, "rb", opener=_without_waiting) as file:
-            _check_regular(os.fstat(file.fileno()), most)  # and again: it may have been exchanged for another
-            yield file
-    except FileNotFoundError:
-        raise BadImage("the file does not exist") from None
-    except PermissionError:
-        raise BadImage("no permission to read it") from None
-    except (OSError, ValueError) as error:  # a failing disk, or a path with a NUL in it
-        raise BadImage(f"cannot be opened ({in_words(error)})") from None
-
-
-def _check_regular(information: os.stat_result, most: int) -> None:
-    if not stat.S_ISREG(information.st_mode):
-        raise BadImage("not a regular file")  # reading a pipe would wait for ever
-    if information.st_size == 0:
-        raise BadImage("empty file (0 bytes)")
-    if information.st_size > most:
-        raise BadImage(f"larger than {most // 2**20} MiB")
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+        yield
+    except UnreadableFile as error:
+        raise BadImage(str(error)) from None
 
 
 def decode_image(data: bytes) -> torch.Tensor:
@@ -147,7 +112,7 @@ def upright_size(path: str | bytes | os.PathLike[str]) -> tuple[int, int]:
     An image that cannot be read has no size, (0, 0). Whoever loads it is told so.
     """
     try:
-        with open_regular(path) as file, _NO_WARNINGS, Image.open(file, formats=FORMATS) as image:
+        with open_regular(path, empty=False) as file, _NO_WARNINGS, Image.open(file, formats=FORMATS) as image:
             if image.width * image.height > MOST_PIXELS:
                 return 0, 0
             if image.format == "TIFF":  # Pillow turns it itself, and until it is loaded its size may be turned or not

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
 
 from co2.data.source import in_words, printable
 from co2.errors import UserError
-from co2.files import write_atomically
+from co2.files import TakenError, locked, write_atomically
 
 _LOCK = ".lock"
 
@@ -45,23 +44,14 @@ def claimed(folder: str, foreign: Callable[[set[str]], set[str]]) -> Iterator[No
             f"'{printable(folder)}' holds something else ('{printable(min(strangers))}'), and nothing in it is "
             "overwritten. Empty it or name a new folder."
         )
-    path = os.path.join(folder, _LOCK)
-    with open(path, "ab") as lock:
+    with contextlib.ExitStack() as held:
         try:
-            # The system lets go of it when this process ends, however that happens. Not flock: the workers would
-            # inherit it, and hold on to it for a moment after their parent was killed.
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
+            held.enter_context(locked(os.path.join(folder, _LOCK)))
+        except TakenError:
             raise UserError(
                 f"Another process is writing to '{printable(folder)}'. Wait for it, end it, or name another folder."
             ) from None
-        except OSError:
-            pass  # there are file systems without locks
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                os.remove(path)
+        yield
 
 
 def write_json(path: str, value: object) -> None:

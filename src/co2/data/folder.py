@@ -11,9 +11,10 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from co2.data.decode import EXTENSIONS, read_bytes, read_image
+from co2.data.decode import EXTENSIONS, read_image, unreadable_is_bad
 from co2.data.source import ImageSource, printable
 from co2.errors import UserError
+from co2.files import read_bytes
 
 _EXTENSIONS = tuple(extension.encode() for extension in EXTENSIONS)
 EXTENSIONS_IN_WORDS = ", ".join(EXTENSIONS)
@@ -81,7 +82,8 @@ class FileSource(ImageSource):
 
     def encoded(self, index: int) -> tuple[bytes, str]:
         path = os.path.join(self.root, self.paths[index])
-        return read_bytes(path), os.fsdecode(os.path.splitext(path)[1]).lower()
+        with unreadable_is_bad():
+            return read_bytes(path, empty=False), os.fsdecode(os.path.splitext(path)[1]).lower()
 
 
 def find_images(folder: str) -> tuple[list[bytes], Counter[str]]:

@@ -40,7 +40,7 @@ from co2.data.packed import (
 from co2.data.plain_jpeg import plain_frame
 from co2.data.source import BadImage, ImageSource, Progress, in_words, printable
 from co2.errors import RunError, UserError
-from co2.files import WRITING
+from co2.files import remove_leftovers, unfinished
 from co2.machine.device import cores
 from co2.machine.workers import WorkerLost, in_parts, results_of
 
@@ -100,6 +100,8 @@ def write_pack(
         workers = cores()
     try:
         with claimed(destination, _foreign):
+            for name in (MANIFEST, UNFINISHED):
+                remove_leftovers(os.path.join(destination, name))
             if not _is_finished(destination, made_of):
                 _write(destination, splits, made_of, recipe, workers, progress)
                 _finish(destination, splits, made_of)
@@ -366,7 +368,8 @@ def _checksum(path: str) -> int:
 
 
 def _foreign(present: set[str]) -> set[str]:
-    return set() if present & {MANIFEST, UNFINISHED} else present - {UNFINISHED + WRITING}
+    begun = present & {MANIFEST, UNFINISHED}
+    return set() if begun else {name for name in present if unfinished(name) != UNFINISHED}
 
 
 def _is_finished(folder: str, made_of: dict[str, Any]) -> bool:

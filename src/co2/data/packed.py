@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from co2.data.decode import MOST_BYTES, MOST_PIXELS, TOO_LARGE, decode_image
+from co2.data.decode import MOST_PIXELS, TOO_LARGE, decode_image
 from co2.data.source import (
     HELD_OUT,
     BadImage,
@@ -44,6 +44,7 @@ from co2.data.source import (
 )
 from co2.data.tar_index import MOST_CLASSES
 from co2.errors import UserError
+from co2.files import MOST_BYTES
 
 MANIFEST = "co2-pack.json"
 UNFINISHED = "co2-pack.unfinished.json"

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from co2.data.decode import open_regular, read_bytes
 from co2.data.source import BadImage, in_words, printable
 from co2.data.tar_index import TarIndex, build_index, index_from_bytes, index_to_bytes
 from co2.errors import UserError
+from co2.files import MissingFile, UnreadableFile, open_regular, read_bytes
 
 Stamp = tuple[int, str]
 """The length of a file, and something that changes when the file does."""
@@ -82,12 +82,12 @@ def read_beginning(path: str, most: int) -> bytes:
             raise
         except Exception as error:
             raise OSError(in_words(error)) from None
-    if not os.path.exists(path):
-        raise FileNotFoundError(path)
     try:
-        with open_regular(path) as file:
+        with open_regular(path, empty=False) as file:
             return file.read(most)
-    except BadImage as error:
+    except MissingFile:
+        raise FileNotFoundError(path) from None
+    except UnreadableFile as error:
         raise OSError(str(error)) from None
 
 
@@ -155,7 +155,7 @@ def index_of(path: str) -> tuple[TarIndex, Stamp]:
                 raise UserError(f"The shard '{printable(path)}' is not a regular file.")
         places = _index_places(path)
         for place in places:
-            with contextlib.suppress(BadImage):
+            with contextlib.suppress(UnreadableFile):
                 index = index_from_bytes(read_bytes(place), *stamp)
                 if index is not None:
                     return index, stamp

@@ -24,11 +24,11 @@ from co2.data.shard_storage import index_of
 from co2.data.shards import CLASSES_FILE, MANIFEST
 from co2.data.source import HELD_OUT, BadImage, ImageSource, Progress, in_words, printable
 from co2.errors import RunError, UserError
-from co2.files import WRITING, appearing_when_whole
+from co2.files import appearing_when_whole, unfinished
 
 SIZE_MIB = 512
 _SHARD = rf"({'|'.join(('train', *HELD_OUT))})-\d{{6}}\.tar"
-_OURS = re.compile(rf"({_SHARD}|{re.escape(MANIFEST)}|{re.escape(CLASSES_FILE)})(\.writing)?")
+_OURS = re.compile(rf"({_SHARD}|{re.escape(MANIFEST)}|{re.escape(CLASSES_FILE)})")
 _BLOCK = 512
 _ANOTHER_NAME = {".jpeg": ".jpg", ".jfif": ".jpg", ".tiff": ".tif"}  # by which more programs know them
 
@@ -218,8 +218,8 @@ def _new_tar(path: str) -> Iterator[tarfile.TarFile]:
 
 def _foreign(present: set[str]) -> set[str]:
     if MANIFEST not in present:  # which comes before all others
-        return present - {MANIFEST + WRITING}
-    return {name for name in present if not _OURS.fullmatch(name)}
+        return {name for name in present if unfinished(name) != MANIFEST}
+    return {name for name in present if not _OURS.fullmatch(unfinished(name) or name)}
 
 
 def _begin(folder: str, manifest: dict[str, Any], splits: dict[str, ImageSource]) -> None:
@@ -236,7 +236,7 @@ def _begin(folder: str, manifest: dict[str, Any], splits: dict[str, ImageSource]
                 "settings. Run the command that began them, on the data as they were then, or name a new folder."
             )
     for name in os.listdir(folder):
-        if _OURS.fullmatch(name) and name.endswith(WRITING):
+        if _OURS.fullmatch(unfinished(name) or ""):
             os.remove(os.path.join(folder, name))
     write_json(path, manifest)
     classes = max((images.classes for images in splits.values()), key=len)  # the others have the first of them

@@ -22,12 +22,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from co2.data.decode import EXTENSIONS, MOST_BYTES, TOO_LARGE, decode_image
+from co2.data.decode import EXTENSIONS, TOO_LARGE, decode_image
 from co2.data.folder import PackedPaths
 from co2.data.packed import read_json
 from co2.data.shard_storage import index_of, is_remote, read_beginning, read_range, remote_folder, remote_glob
 from co2.data.source import HELD_OUT, BadImage, ImageSource, Parts, choose_held_out, printable
 from co2.errors import UserError
+from co2.files import MOST_BYTES
 
 CLASSES_FILE = "classes.json"
 MANIFEST = "shards.json"  # what `co2 data shard` has made the shards of, and whether all are there

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from co2.data.decode import open_regular, read_bytes
+from co2.data.decode import unreadable_is_bad
 from co2.data.source import ArraySource, BadImage, ImageSource, Parts, in_words, printable
 from co2.errors import UserError
+from co2.files import UnreadableFile, open_regular, read_bytes
 
 _CIFAR_SHAPE = (3, 32, 32)
 _STL_SHAPE = (3, 96, 96)
@@ -81,13 +82,13 @@ def _cifar(name: str, folder: str, files: list[str], labels_key: str, names_file
 def _told_as_user_error(path: str) -> Iterator[None]:
     try:
         yield
-    except BadImage as error:
+    except UnreadableFile as error:
         raise UserError(f"'{path}' cannot be read: {error}. {_AGAIN}") from None
 
 
 def _entries(path: str, *keys: str) -> list[Any]:
     with _told_as_user_error(path):
-        data = read_bytes(path)
+        data = read_bytes(path, empty=False)
     try:
         _check_steps(data)
         contents = _ArraysOnly(io.BytesIO(data), encoding="latin1").load()
@@ -199,7 +200,7 @@ class StlSource(ImageSource):
 
     def image(self, index: int) -> torch.Tensor:
         path, position = self._locate(index)
-        with open_regular(path, most=sys.maxsize) as file:
+        with unreadable_is_bad(), open_regular(path, sys.maxsize) as file:
             file.seek(position * _STL_BYTES)
             data = file.read(_STL_BYTES)
         if len(data) < _STL_BYTES:
@@ -213,7 +214,7 @@ class StlSource(ImageSource):
 
 
 def _stl_count(path: str) -> int:
-    with _told_as_user_error(path), open_regular(path, most=sys.maxsize) as file:
+    with _told_as_user_error(path), open_regular(path, sys.maxsize, empty=False) as file:
         count, rest = divmod(os.fstat(file.fileno()).st_size, _STL_BYTES)
     if rest:
         raise UserError(f"'{path}' is cut off in the middle of an image. {_AGAIN}")
@@ -243,11 +244,13 @@ def _stl_labelled(folder: str, part: str) -> StlSource | None:
         return None
     names = os.path.join(folder, "class_names.txt")
     with _told_as_user_error(labels):
-        numbers = np.frombuffer(read_bytes(labels), dtype=np.uint8).astype(np.int64) - 1  # [N]; counted from 1
+        numbers = (
+            np.frombuffer(read_bytes(labels, empty=False), dtype=np.uint8).astype(np.int64) - 1
+        )  # [N]; counted from 1
     classes: tuple[str, ...] = tuple(str(number) for number in range(1, 11))
     if os.path.exists(names):
         with _told_as_user_error(names):
-            classes = tuple(printable(word) for word in read_bytes(names).split())
+            classes = tuple(printable(word) for word in read_bytes(names, empty=False).split())
     if len(numbers) != _stl_count(images) or (numbers < 0).any() or (numbers >= len(classes)).any():
         raise UserError(f"The labels in '{labels}' do not fit the images in '{images}'. {_AGAIN}")
     return StlSource([images], numbers, classes)

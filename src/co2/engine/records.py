@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import io
 import json
 import math
 import os
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from co2.checkpoint import CONFIG, remove_unfinished
+from co2.checkpoint import BACKBONE, CONFIG, remove_unfinished
 from co2.config import Experiment, differences
 from co2.data.source import ImageSource
 from co2.errors import RunError, UserError
-from co2.files import WRITING, write_atomically
+from co2.files import TakenError, locked, remove_leftovers, unfinished, write_atomically
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -40,13 +37,13 @@ def claim_folder(run: Path, experiment: Experiment) -> Iterator[None]:
         try:
             occupied = _is_occupied(run, experiment)
             run.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: what does not fit on the disk is not tried again when it is closed, at the end of the run.
-            lock = held.enter_context(open(run / LOCK, "a+b", buffering=0))
-            _take(lock, run)
+            _take(run, held)
             if occupied:
                 _refuse_other_settings(run, experiment)
                 remove_unfinished(run)
-            else:
+            for name in (CONFIG, METRICS, BAD_IMAGES, BACKBONE):
+                remove_leftovers(run / name)
+            if not occupied:
                 write_atomically(run / CONFIG, experiment.to_json().encode())
         except OSError as error:
             if error.errno in DISK_FULL:
@@ -63,8 +60,8 @@ def _is_occupied(run: Path, experiment: Experiment) -> bool:
     """Whether there is a run in the folder. Says so if that, or what else there is, is not what was asked for."""
     if run.exists() and not run.is_dir():
         raise UserError(f"--out {run} is a file. Give the name of a folder.")
-    begun = {LOCK, CONFIG + WRITING}  # all that there is of a run that was killed before it was one
-    occupied = run.is_dir() and any(path.name not in begun for path in run.iterdir())
+    names = os.listdir(run) if run.is_dir() else []  # of a run that was killed before it was one there is only:
+    occupied = any(name != LOCK and unfinished(name) != CONFIG for name in names)
     if occupied and not (run / CONFIG).is_file():
         raise UserError(f"{run} is not empty and not a run folder: it has no {CONFIG}. Choose another --out.")
     if occupied and not experiment.resume:
@@ -76,21 +73,15 @@ def _is_occupied(run: Path, experiment: Experiment) -> bool:
     return occupied
 
 
-def _take(lock: io.FileIO, run: Path) -> None:
+def _take(run: Path, held: ExitStack) -> None:
     try:
-        # The system lets go of it when the process ends, however that happens. Not flock: the workers of a loader would
-        # inherit it, and hold on to it for seconds after their parent was killed.
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        lock.seek(0)
-        owner = lock.read().decode(errors="replace").strip() or "unknown"
+        trouble = held.enter_context(locked(run / LOCK))
+    except TakenError as owner:
         raise UserError(
             f"Another process is writing to {run} ({owner}). Wait for it, end it, or choose another folder with --out."
         ) from None
-    except OSError as error:  # there are file systems without locks
-        print(f"{run} cannot be locked ({error.strerror}): take care that no other run writes to it.")
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    if trouble:  # there are file systems without locks
+        print(f"{run} cannot be locked ({trouble}): take care that no other run writes to it.")
 
 
 def _refuse_other_settings(run: Path, experiment: Experiment) -> None:

@@ -8,7 +8,6 @@ that the next one cannot go on from.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from co2.evaluation.progress import Lines
 from co2.evaluation.protocol import write_json
 from co2.evaluation.subject import open_subject
 from co2.evaluation.suite import Circumstances, evaluate_runs
-from co2.files import write_atomically
+from co2.files import TakenError, locked, remove_leftovers, write_atomically
 from co2.machine.device import choose_device, choose_workers, cores
 from co2.machine.provenance import commit
 from co2.study.judges import protocol_of
@@ -88,6 +87,8 @@ def work_on(job_file: str) -> int:
     run = Path(experiment.out)
     device = choose_device(experiment.device)
     with _alone(run), _session(run, None if is_pretrained(run, experiment) else made_with(device)):
+        for path in (Path(job.record), _images_file(run), _sessions_file(run)):
+            remove_leftovers(path)
         images = numbers_of(open_data(experiment.data))
         if not is_pretrained(run, experiment):
             if not (run / CONFIG).is_file():  # one that goes on is of what it was begun with
@@ -320,24 +321,16 @@ def _seconds(run: Path, train: list[dict[str, Any]], experiment: Experiment) -> 
 # Processes.
 
 
-class TakenError(UserError):
-    """Another process is working on the cell: one of another sitting, or one that is writing its last checkpoint."""
-
-    exit_code = os.EX_TEMPFAIL
-
-
 @contextmanager
 def _alone(run: Path) -> Iterator[None]:
-    """Keep other processes from the same cell."""
+    """Keep other processes from the same cell: one of another sitting, or one that is writing its last checkpoint."""
     run.parent.mkdir(parents=True, exist_ok=True)
-    with open(run.with_name(f"{run.name}.lock"), "w", encoding="utf-8") as lock:
+    with ExitStack() as held:
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when the process ends, in whatever way
-        except (BlockingIOError, PermissionError):
+            held.enter_context(locked(run.with_name(f"{run.name}.lock")))
+        except TakenError:
             raise TakenError(f"Another process is working on {run}. Wait for it.") from None
-        except OSError:
-            pass  # there are file systems without locks; the run says so
-        yield
+        yield  # also where the file system has no locks; the run says so
 
 
 def is_taken(run: Path) -> bool:

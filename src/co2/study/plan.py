@@ -7,19 +7,16 @@ should be; the records in cells/ say which there are. Nothing here imports torch
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from co2.config import Experiment, differences
 from co2.errors import UserError
-from co2.files import write_atomically
+from co2.files import locked, remove_leftovers, write_atomically
 from co2.study.grids import Variant, rebased
 from co2.study.settings import changed, plain_settings
 
@@ -137,26 +134,9 @@ def _grid(plain: Mapping[str, Any]) -> Grid:
 def add_to_plan(folder: Path, asked: Plan, redo: bool) -> None:
     """Write what is asked for into the plan of a folder, to which other sittings may add at the same time."""
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
+    with locked(folder / _LOCK, wait=True):
+        remove_leftovers(folder / PLAN)
         write_plan(folder, merge_plans(read_plan(folder), asked, folder, redo))
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process is at the plan of a folder, and keep them from it. Leaves nothing behind: folders of
-    results are for keeping."""
-    path, taken = folder / _LOCK, False
-    while not taken:
-        with open(path, "w", encoding="utf-8") as lock:
-            with suppress(OSError):  # there are file systems without locks
-                fcntl.lockf(lock, fcntl.LOCK_EX)  # let go of when the process ends, in whatever way
-            with suppress(FileNotFoundError):
-                taken = os.path.samefile(lock.fileno(), path)  # else who had it before us has removed this one
-            if taken:
-                try:
-                    yield
-                finally:
-                    path.unlink(missing_ok=True)
 
 
 def merge_plans(earlier: Plan | None, asked: Plan, folder: Path, redo: bool) -> Plan:

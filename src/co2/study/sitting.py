@@ -27,9 +27,10 @@ from co2.engine.pretrain import check_sizes
 from co2.engine.records import METRICS
 from co2.errors import UserError
 from co2.evaluation.voc.data import read_detection, read_segmentation
+from co2.files import TakenError
 from co2.machine.device import choose_workers, cores, find_device
 from co2.machine.process import stop_requests
-from co2.study.cell import Job, TakenError, images_of, is_taken, numbers_of, remove_run
+from co2.study.cell import Job, images_of, is_taken, numbers_of, remove_run
 from co2.study.grids import cost_of, pixels_of
 from co2.study.judges import TRANSFER
 from co2.study.plan import CELLS, FAILED, Cell, Plan
