@@ -43,7 +43,7 @@ def main() -> None:
     device = torch.device("cuda")
     trainer = Trainer(experiment, IMAGENET, steps=10**6, device=device)
     shape = (2, experiment.batch_size, 3, experiment.views.size, experiment.views.size)
-    views = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+    views = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).unbind()
     batch = Batch(torch.arange(experiment.batch_size, device=device), views, [], experiment.batch_size)
 
     def stretch(writer: CheckpointWriter | None) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import pytest
 import co2
 from co2 import recipes
 from co2.config import Experiment, differences, refuse_idle
-from co2.views.specification import small_views
+from co2.views.view import small_views
 
 
 def test_the_learning_rate_follows_the_batch_size_unless_it_is_set():

@@ -17,7 +17,7 @@ from co2.checkpoint import save_backbone
 from co2.cli import main
 from co2.export import export_backbone
 from co2.networks.backbones import build_backbone
-from co2.views.specification import Augmentation
+from co2.views.view import View
 
 
 def trained(backbone, stem="standard", size=32):
@@ -206,7 +206,7 @@ def test_the_onnx_graph_gives_the_same_features_for_any_number_of_images(saved, 
             torch.testing.assert_close(torch.from_numpy(found), module(images), rtol=1e-4, atol=1e-4)
     described = onnxruntime.InferenceSession(str(exported.path)).get_modelmeta().custom_metadata_map
     assert described["view_size"] == str(size)
-    assert described["mean"] == str(list(Augmentation.mean))
+    assert described["mean"] == str(list(View.mean))
     assert sorted(one.name for one in tmp_path.iterdir()) == ["backbone.safetensors", "network.onnx"]
 
 

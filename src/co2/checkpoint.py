@@ -31,7 +31,7 @@ from co2.errors import RunError, UserError
 from co2.files import WRITING, appearing_when_whole, write_atomically
 from co2.networks.backbones import build_backbone
 from co2.networks.specification import Stem
-from co2.views.specification import VIEW_SIZES
+from co2.views.view import VIEW_SIZES
 
 CONFIG = "config.json"
 BACKBONE = "backbone.safetensors"

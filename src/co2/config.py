@@ -17,7 +17,7 @@ from co2.errors import UserError, did_you_mean
 from co2.machine.device import check_workers
 from co2.networks.specification import EncoderSpecification
 from co2.objective.specification import NegativesSpecification, ObjectiveSpecification
-from co2.views.specification import Augmentation
+from co2.views.view import View
 
 # What may change between a run and its continuation: where it stands and what it runs on, not what it is. The precision
 # is part of how the work is done, but half a run in each would be neither.
@@ -52,7 +52,7 @@ class Experiment:
     workers: int = -1
     """Processes that read and augment images, for each that trains; -1 takes what the machine has, 0 works in the main
     process. The result does not depend on it."""
-    views: Augmentation = field(default_factory=Augmentation)
+    views: View = field(default_factory=View)
     encoder: EncoderSpecification = field(default_factory=EncoderSpecification)
     negatives: NegativesSpecification = field(default_factory=NegativesSpecification)
     objective: ObjectiveSpecification = field(default_factory=ObjectiveSpecification)

@@ -14,7 +14,7 @@ from co2.engine.specification import MonitoringSpecification, OptimisationSpecif
 from co2.errors import UserError, did_you_mean
 from co2.networks.specification import EncoderSpecification
 from co2.objective.specification import NegativesSpecification, ObjectiveSpecification
-from co2.views.specification import moco_v1_views, moco_v2_views, simclr_views, small_views
+from co2.views.view import moco_v1_views, moco_v2_views, simclr_views, small_views
 
 
 @dataclass(frozen=True)

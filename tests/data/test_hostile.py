@@ -24,7 +24,7 @@ from co2.data.shards import ShardSource
 from co2.data.source import BadImage, ImageSource, printable
 from co2.engine.pretrain import pretrain
 from co2.views.loader import ViewLoader, plain_batches
-from co2.views.specification import Augmentation
+from co2.views.view import View
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "RELIABILITY.md"
 GOOD_FOR_EACH = 5
@@ -94,7 +94,7 @@ def test_what_is_read_is_the_picture(corpus: bytes, name: str) -> None:
 
 
 def bad_images(source: ImageSource, workers: int) -> dict[str, str]:
-    loader = ViewLoader(source, Augmentation(size=8), views=1, batch_size=32, seed=0, workers=workers)
+    loader = ViewLoader(source, (View(size=8),), batch_size=32, seed=0, workers=workers)
     return {source.describe(index): reason for batch in loader.epoch(0) for index, reason in batch.bad}
 
 

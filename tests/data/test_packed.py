@@ -29,7 +29,7 @@ from co2.data.packed import MANIFEST, RECORDS, UNFINISHED, PackedSource, open_pa
 from co2.data.source import BadImage
 from co2.errors import UserError
 from co2.views.loader import ViewLoader
-from co2.views.specification import Augmentation
+from co2.views.view import View
 
 COUNT = 12
 
@@ -97,8 +97,8 @@ def test_a_pack_is_the_data_that_it_was_made_of(made: Path) -> None:
 
 def test_views_are_the_same_with_any_number_of_workers_and_after_pickling(pack: Path) -> None:
     def epoch(source: PackedSource, workers: int) -> list[torch.Tensor]:
-        loader = ViewLoader(source, Augmentation(size=8), views=2, batch_size=5, seed=3, workers=workers)
-        return [batch.views for batch in loader.epoch(1)]
+        loader = ViewLoader(source, (View(size=8),) * 2, batch_size=5, seed=3, workers=workers)
+        return [torch.stack(batch.views) for batch in loader.epoch(1)]
 
     source = train_of(pack)
     expected = epoch(source, 0)  # the files are mapped when the workers are forked

@@ -36,7 +36,7 @@ from co2.engine.trainer import Trainer
 from co2.errors import RunError, UserError
 from co2.files import unfinished
 from co2.views.loader import ViewLoader
-from co2.views.specification import Augmentation
+from co2.views.view import View
 
 
 def png(number: int = 0) -> bytes:
@@ -292,14 +292,15 @@ def test_views_from_shards_are_those_from_the_folder(shards: Path) -> None:
     """Order, augmentation and position come with the index: with workers, in mid-epoch, after pickling."""
 
     def epoch(source, workers: int, first: int = 0):
-        loader = ViewLoader(source, Augmentation(size=8), views=2, batch_size=10, seed=3, workers=workers)
+        loader = ViewLoader(source, (View(size=8),) * 2, batch_size=10, seed=3, workers=workers)
         return list(loader.epoch(4, first_batch=first))
 
     expected = epoch(open_data(str(shards.parent / "pictures")).train, 0)
     source = open_data(str(shards)).train
     source.image(0)  # a handle is open when the workers are forked
     for got in (epoch(source, 0), epoch(source, 2), epoch(pickle.loads(pickle.dumps(source)), 0)):
-        assert all(torch.equal(ours.views, theirs.views) for ours, theirs in zip(got, expected, strict=True))
+        for ours, theirs in zip(got, expected, strict=True):
+            assert all(torch.equal(*two) for two in zip(ours.views, theirs.views, strict=True))
     rest = epoch(source, 2, first=3)
     assert torch.equal(rest[0].indices, expected[3].indices)
     seen = torch.cat([batch.indices for batch in epoch(source, 2)])

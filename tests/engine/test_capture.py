@@ -15,6 +15,7 @@ from co2.engine.schedule import consistency_weight
 from co2.engine.trainer import Trainer
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch
+from co2.views.view import View
 
 pytestmark = pytest.mark.gpu
 
@@ -39,20 +40,21 @@ def train(experiment: Experiment, epochs: int = 4) -> tuple[Tensor, Trainer]:
     pixels = np.random.default_rng(0).integers(0, 256, (IMAGES, 3, 32, 32), dtype=np.uint8)
     loader, _ = choose_input(
         ArraySource("noise", pixels),
-        experiment.views,
-        views=1 if experiment.negatives.source == "memory-bank" else 2,
+        (experiment.views,) * experiment.negatives.views_per_image,
         batch_size=BATCH,
         seed=experiment.seed,
         workers=0,
         device=DEVICE,
         smallest=2 * experiment.encoder.groups,
     )
+
+    def views(epoch: int) -> tuple[View, ...]:
+        return (experiment.views.in_epoch(epoch, experiment.epochs),) * experiment.negatives.views_per_image
+
     told: list[str] = []
     trainer = Trainer(experiment, IMAGES, 100, DEVICE, tell=told.append)
     measured = [
-        trainer.train_step(batch)
-        for epoch in range(epochs)
-        for batch in loader.epoch(epoch, augmentation=experiment.views.in_epoch(epoch, experiment.epochs))
+        trainer.train_step(batch) for epoch in range(epochs) for batch in loader.epoch(epoch, views=views(epoch))
     ]
     assert not told
     return torch.stack(measured).cpu(), trainer

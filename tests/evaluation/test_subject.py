@@ -14,7 +14,7 @@ from co2.checkpoint import checkpoints, read_checkpoint
 from co2.evaluation.subject import open_subject
 from co2.networks.backbones import build_backbone
 from co2.networks.encoder import build_encoder
-from co2.views.specification import Augmentation
+from co2.views.view import View
 
 
 def moco_checkpoint(path, head, architecture="resnet18", **changes):
@@ -51,7 +51,7 @@ def test_of_an_unfinished_run_the_newest_checkpoint_counts(pretrained_run, tmp_p
 
 def test_normalisation_is_that_of_the_training(pretrained_run):
     folder = open_subject(str(pretrained_run))
-    assert (folder.mean, folder.std) == (Augmentation.mean, Augmentation.std)
+    assert (folder.mean, folder.std) == (View.mean, View.std)
 
 
 @pytest.mark.parametrize("head", ["linear", "mlp"])

@@ -9,10 +9,10 @@ from torchvision.transforms.v2 import functional as F
 
 from co2.views.batched import LARGEST_SIZE, make_views
 from co2.views.parameters import ViewParameters, draw
-from co2.views.specification import Augmentation, moco_v1_views, moco_v2_views, simclr_views, small_views
 from co2.views.transform import make_view
+from co2.views.view import View, moco_v1_views, moco_v2_views, simclr_views, small_views
 
-PLAIN = Augmentation(
+PLAIN = View(
     size=32, jitter_probability=0.0, grey_probability=0.0, blur_probability=0.0, flip_probability=0.0
 )  # nothing but the crop
 CHANGES = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)

@@ -50,8 +50,8 @@ def a_gpu(monkeypatch):
 
 
 def chosen(source, device=CUDA, **others):
-    settings = {"views": 2, "batch_size": 4, "seed": 3, "workers": 0} | others
-    loader, sentence = choose_input(source, AUGMENTATION, device=device, **settings)
+    settings = {"batch_size": 4, "seed": 3, "workers": 0} | others
+    loader, sentence = choose_input(source, (AUGMENTATION,) * 2, device=device, **settings)
     assert re.fullmatch(r"[A-Z][^\n]*\.", sentence)
     theirs = view_loader(source, batch_size=4, seed=3)
     if settings["workers"] == 0:
@@ -71,7 +71,7 @@ def test_without_a_gpu_there_are_workers(wanted):
 @pytest.mark.parametrize(("workers", "words"), [(1, "by 1 worker process:"), (2, "by 2 worker processes:")])
 def test_workers_are_counted(workers, words):
     loader, sentence = choose_input(
-        NOISE, AUGMENTATION, views=1, batch_size=4, seed=0, workers=workers, device=CPU, wanted="auto"
+        NOISE, (AUGMENTATION,), batch_size=4, seed=0, workers=workers, device=CPU, wanted="auto"
     )
     assert type(loader) is ViewLoader
     assert words in sentence
@@ -180,12 +180,13 @@ def test_several_processes_share_batches_whichever_way_they_take(tmp_path):
     for wanted in ("resident", "jpeg", "workers"):
         parts = []
         for share in (lambda images: slice(images // 2), lambda images: slice(images // 2, images)):
-            settings = {"views": 2, "batch_size": 8, "seed": 3, "workers": 0, "share": share, "wanted": wanted}
-            parts.append(list(choose_input(source, AUGMENTATION, device=CUDA, **settings)[0].epoch(1)))
+            settings = {"batch_size": 8, "seed": 3, "workers": 0, "share": share, "wanted": wanted}
+            parts.append(list(choose_input(source, (AUGMENTATION,) * 2, device=CUDA, **settings)[0].epoch(1)))
         for together, first, second in zip(whole, *parts, strict=True):
             assert first.total == second.total == together.total
             assert torch.equal(torch.cat([first.indices, second.indices]), together.indices)
-            assert torch.equal(torch.cat([first.views, second.views], dim=1), together.views)
+            for view, ours, theirs in zip(together.views, first.views, second.views, strict=True):
+                assert torch.equal(torch.cat([ours, theirs]), view)
 
 
 class Unreadable(ImageSource):
@@ -205,7 +206,7 @@ class Unreadable(ImageSource):
 
 @pytest.mark.usefixtures("a_gpu")
 def test_images_that_cannot_be_read_are_the_workers_business():
-    loader, sentence = choose_input(Unreadable(), AUGMENTATION, views=2, batch_size=4, seed=0, workers=0, device=CUDA)
+    loader, sentence = choose_input(Unreadable(), (AUGMENTATION,) * 2, batch_size=4, seed=0, workers=0, device=CUDA)
     assert type(loader) is ViewLoader
     assert "none of the images tried could be read" in sentence
 
@@ -224,8 +225,7 @@ def test_loading_reports_progress():
     seen = []
     choose_input(
         ShapesSource(40, 16),
-        AUGMENTATION,
-        views=1,
+        (AUGMENTATION,),
         batch_size=4,
         seed=0,
         workers=0,
@@ -246,13 +246,13 @@ def test_bytes_for_people(count, words):
 @pytest.mark.gpu
 def test_on_a_gpu_the_ways_are_chosen(tmp_path):
     jpegs = folder_of(tmp_path / "jpegs", 40, kinds=JPEG)
-    settings = {"views": 2, "batch_size": 4, "seed": 0, "workers": 2, "device": CUDA}
+    settings = {"batch_size": 4, "seed": 0, "workers": 2, "device": CUDA}
     for source, budget, kind in (
         (NOISE, None, ResidentViews),
         (jpegs, None, ResidentViews),
         (jpegs, 1000, JpegViews),
         (NOISE, 1000, ViewLoader),
     ):
-        loader, _ = choose_input(source, AUGMENTATION, budget_bytes=budget, **settings)
+        loader, _ = choose_input(source, (AUGMENTATION,) * 2, budget_bytes=budget, **settings)
         assert type(loader) is kind
         assert sum(len(batch.indices) for batch in loader.epoch(0)) == 40

@@ -60,7 +60,7 @@ def _no_thread_is_left():
 
 
 def jpeg_views(source, batch_size=8, seed=0, views=2, device=CPU, **others):
-    return JpegViews(source, AUGMENTATION, views=views, batch_size=batch_size, seed=seed, device=device, **others)
+    return JpegViews(source, (AUGMENTATION,) * views, batch_size=batch_size, seed=seed, device=device, **others)
 
 
 # Batches.
@@ -80,11 +80,11 @@ def test_batches_are_those_of_the_view_loader(tmp_path, how, monkeypatch):
         assert_same_batches(list(ours.epoch(epoch, first)), list(theirs.epoch(epoch, first)))
 
 
-def test_an_epoch_may_have_another_augmentation(tmp_path):
+def test_an_epoch_may_have_other_views(tmp_path):
     source = folder_of(tmp_path / "images", 20, bad=(2,))
     smaller = dataclasses.replace(AUGMENTATION, size=8, blur_sigma=(0.1, 1.0))
     ours, theirs = jpeg_views(source), view_loader(source)
-    for how in ({"augmentation": smaller}, {}):
+    for how in ({"views": (smaller,) * 2}, {}):
         assert_same_batches(list(ours.epoch(1, **how)), list(theirs.epoch(1, **how)))
 
 
@@ -230,10 +230,10 @@ def test_a_process_ends_in_the_middle_of_an_epoch(tmp_path, workers):
         "import sys, torch\n"
         "from co2.data.folder import folder_source\n"
         "from co2.views.jpeg_stream import JpegViews\n"
-        "from co2.views.specification import moco_v2_views\n"
+        "from co2.views.view import moco_v2_views\n"
         "source = folder_source(sys.argv[1])\n"
         "device, workers = torch.device('cpu'), int(sys.argv[2])\n"
-        "views = JpegViews(source, moco_v2_views(16), views=2, batch_size=4, seed=0, device=device, workers=workers)\n"
+        "views = JpegViews(source, (moco_v2_views(16),) * 2, batch_size=4, seed=0, device=device, workers=workers)\n"
         "batches = views.epoch(0)\n"
         "next(batches)\n"
         "sys.modules['kept'] = batches\n"  # so that nobody closes it
@@ -316,7 +316,7 @@ def test_on_a_gpu_views_are_nearly_those_of_the_cpu(tmp_path, kind, levels):
     ours, theirs = jpeg_views(source, device=CUDA), view_loader(source)
     for epoch in (0, 1):
         batches = list(ours.epoch(epoch))
-        assert all(batch.views.is_cuda for batch in batches)
+        assert all(view.is_cuda for batch in batches for view in batch.views)
         assert_nearly_the_same_batches(batches, list(theirs.epoch(epoch)), levels=levels, outside=0.01)
 
 
@@ -328,13 +328,13 @@ def test_on_a_gpu_batches_wait_for_their_decoder_and_keep_their_memory(tmp_path)
     calm = []
     for batch in ours.epoch(0):
         torch.cuda.synchronize()
-        calm.append(batch.views.cpu())
+        calm.append(torch.stack(batch.views).cpu())
     busy = torch.randn(4096, 4096, device=CUDA)
     copies = []
     for batch in ours.epoch(0):
         for _ in range(5):
             busy = (busy @ busy).clamp(-1, 1)
-        copies.append(batch.views.clone())  # queued behind that; the batch itself is let go of
+        copies.append(torch.stack(batch.views))  # queued behind that; the batch itself is let go of
     assert all(torch.equal(copy.cpu(), once) for copy, once in zip(copies, calm, strict=True))
 
 

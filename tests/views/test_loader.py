@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from co2.data import workers as workers_module
 from co2.data.source import BadImage, ImageSource
 from co2.errors import UserError
+from co2.machine import workers as workers_module
 from co2.philox import Stream, permutation
 from co2.views import loader as loader_module
 from co2.views.batched import LARGEST_SIZE
 from co2.views.loader import ViewLoader, plain_batches
 from co2.views.parameters import draw
-from co2.views.specification import moco_v2_views
 from co2.views.transform import make_view, plain_view
+from co2.views.view import moco_v2_views
 
 AUGMENTATION = moco_v2_views(16)
 
@@ -60,19 +60,23 @@ class DeadlyPictures(Pictures):
 
 
 def loader(source, workers=0, batch_size=8, seed=0, views=2):
-    return ViewLoader(source, AUGMENTATION, views=views, batch_size=batch_size, seed=seed, workers=workers)
+    return ViewLoader(source, (AUGMENTATION,) * views, batch_size=batch_size, seed=seed, workers=workers)
 
 
 def view_of_each_image(batches):
     """Index of an image to its views [V, 3, S, S]."""
-    return {int(index): batch.views[:, place] for batch in batches for place, index in enumerate(batch.indices)}
+    return {
+        int(index): torch.stack([view[place] for view in batch.views])
+        for batch in batches
+        for place, index in enumerate(batch.indices)
+    }
 
 
 def assert_same_batches(ours, theirs):
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one.indices, other.indices)
-        assert torch.equal(one.views, other.views)
+        assert all(torch.equal(*two) for two in zip(one.views, other.views, strict=True))
         assert one.bad == other.bad
 
 
@@ -81,7 +85,7 @@ def test_a_view_is_a_function_of_seed_epoch_image_and_view(size):
     """Of small images the views of a batch are made together, of larger ones one by one."""
     source = Pictures(20)
     augmentation = moco_v2_views(size)
-    batches = ViewLoader(source, augmentation, views=3, batch_size=8, seed=5, workers=0).epoch(4)
+    batches = ViewLoader(source, (augmentation,) * 3, batch_size=8, seed=5, workers=0).epoch(4)
     views = view_of_each_image(batches)
     assert sorted(views) == list(range(20))
     for index in (0, 7, 19):
@@ -120,13 +124,13 @@ def test_a_start_in_mid_epoch_continues_as_if_never_stopped(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_epoch_may_have_another_augmentation(workers):
+def test_an_epoch_may_have_other_views(workers):
     """In epochs before and after it workers go on with their own."""
     smaller = dataclasses.replace(AUGMENTATION, size=8, blur_sigma=(0.1, 1.0))
     ours, source = loader(Pictures(20), workers), Pictures(20)
-    with_smaller = ViewLoader(source, smaller, views=2, batch_size=8, seed=0, workers=0)
-    assert_same_batches(list(ours.epoch(0, augmentation=smaller)), list(with_smaller.epoch(0)))
-    assert_same_batches(list(ours.epoch(1, 1, smaller)), list(with_smaller.epoch(1, 1)))
+    with_smaller = ViewLoader(source, (smaller,) * 2, batch_size=8, seed=0, workers=0)
+    assert_same_batches(list(ours.epoch(0, views=(smaller,) * 2)), list(with_smaller.epoch(0)))
+    assert_same_batches(list(ours.epoch(1, 1, (smaller,) * 2)), list(with_smaller.epoch(1, 1)))
     assert_same_batches(list(ours.epoch(1)), list(loader(source).epoch(1)))
 
 
@@ -168,13 +172,15 @@ def test_views_differ_between_views_epochs_and_seeds():
 def test_a_short_last_batch_is_used_unless_it_holds_one_image(count, sizes):
     batches = loader(Pictures(count))
     assert [len(batch.indices) for batch in batches.epoch(0)] == sizes
-    assert [batch.views.shape for batch in batches.epoch(0)] == [(2, size, 3, 16, 16) for size in sizes]
+    assert [[view.shape for view in batch.views] for batch in batches.epoch(0)] == [
+        [(size, 3, 16, 16)] * 2 for size in sizes
+    ]
     assert batches.batches_per_epoch == len(sizes)
 
 
 def test_a_last_batch_that_is_too_small_is_left_out():
     def sizes(smallest):
-        views = ViewLoader(Pictures(21), AUGMENTATION, views=1, batch_size=8, seed=0, workers=0, smallest=smallest)
+        views = ViewLoader(Pictures(21), (AUGMENTATION,), batch_size=8, seed=0, workers=0, smallest=smallest)
         assert views.batches_per_epoch == len(list(views.epoch(0)))
         return [len(batch.indices) for batch in views.epoch(0)]
 
@@ -189,12 +195,13 @@ def test_shares_of_a_batch_make_up_the_batch(workers):
     halves = []
     for second in (False, True):
         share = (lambda images: slice(images // 2, images)) if second else (lambda images: slice(images // 2))
-        views = ViewLoader(source, AUGMENTATION, views=2, batch_size=8, seed=0, workers=workers, share=share)
+        views = ViewLoader(source, (AUGMENTATION,) * 2, batch_size=8, seed=0, workers=workers, share=share)
         halves.append(list(views.epoch(3)))
     for together, first, second in zip(whole, *halves, strict=True):
         assert first.total == second.total == together.total == len(together.indices)
         assert torch.equal(torch.cat([first.indices, second.indices]), together.indices)
-        assert torch.equal(torch.cat([first.views, second.views], dim=1), together.views)
+        for view, ours, theirs in zip(together.views, first.views, second.views, strict=True):
+            assert torch.equal(torch.cat([ours, theirs]), view)
         assert sorted(first.bad + second.bad) == sorted(together.bad)
 
 
@@ -276,7 +283,7 @@ def test_plain_batches_come_in_order_without_the_bad_ones(workers):
     source = Pictures(23, bad=[0, 9, 10])
     batches = list(plain_batches(source, 16, 8, workers))
     assert torch.cat([batch.indices for batch in batches]).tolist() == [i for i in range(23) if i not in (0, 9, 10)]
-    assert [batch.views.shape for batch in batches] == [(1, 7, 3, 16, 16), (1, 6, 3, 16, 16), (1, 7, 3, 16, 16)]
+    assert [batch.views[0].shape for batch in batches] == [(7, 3, 16, 16), (6, 3, 16, 16), (7, 3, 16, 16)]
     assert [batch.bad for batch in batches] == [[(0, "torn at 0")], [(9, "torn at 9"), (10, "torn at 10")], []]
     for index, views in view_of_each_image(batches).items():
         assert torch.equal(views[0], plain_view(source.image(index), 16))

@@ -26,8 +26,8 @@ import triton
 from co2.views import on_gpu
 from co2.views.on_gpu import Pictures, make_views
 from co2.views.parameters import ViewParameters, ViewRow, draw
-from co2.views.specification import Augmentation, moco_v1_views, moco_v2_views, simclr_views, small_views
 from co2.views.transform import make_view, normalise, normalise_for_gpu
+from co2.views.view import View, moco_v1_views, moco_v2_views, simclr_views, small_views
 
 INTERPRETED = not isinstance(on_gpu._crop_kernel, triton.runtime.JITFunction)
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -65,6 +65,7 @@ NOTHING = ViewRow(
     grey=False,
     blur=False,
     blur_sigma=1.1,
+    solarise=False,
 )
 PRESETS = [moco_v1_views, moco_v2_views, simclr_views, small_views]
 
@@ -96,7 +97,7 @@ def parameters_of(rows: Sequence[ViewRow], device: str = DEVICE) -> ViewParamete
 
 
 def both(
-    images: Sequence[Tensor], which: Sequence[int], rows: Sequence[ViewRow], augmentation: Augmentation
+    images: Sequence[Tensor], which: Sequence[int], rows: Sequence[ViewRow], augmentation: View
 ) -> tuple[Tensor, Tensor]:
     """The views by the kernels, and those by torchvision: uint8 [R, 3, S, S] each, on the CPU."""
     parameters = parameters_of(rows)
@@ -107,7 +108,7 @@ def both(
 
 
 def by_torchvision(
-    images: Sequence[Tensor], which: Sequence[int], parameters: ViewParameters, augmentation: Augmentation
+    images: Sequence[Tensor], which: Sequence[int], parameters: ViewParameters, augmentation: View
 ) -> Tensor:
     # The rows of tensors, because their numbers are rounded to float32.
     rows = zip(which, parameters.rows(), strict=True)
@@ -128,10 +129,10 @@ def assert_close_end_to_end(found: Tensor, expected: Tensor) -> None:
     assert (difference > 2).double().mean() <= (0.001 if ROUNDS_BETWEEN_PASSES else 0.01)
 
 
-def only(**changes: Any) -> Augmentation:
+def only(**changes: Any) -> View:
     """All probabilities 0, but for what is asked for. (The parameters say what is done; 0 blur launches no blur.)"""
     nothing = {"jitter_probability": 0.0, "grey_probability": 0.0, "blur_probability": 0.0, "flip_probability": 0.0}
-    return Augmentation(**{"size": 16, **nothing, **changes})
+    return View(**{"size": 16, **nothing, **changes})
 
 
 @pytest.mark.parametrize("size", [16, 21])
@@ -271,12 +272,13 @@ import dataclasses, sys
 import torch
 sys.path.insert(0, sys.argv[1])
 import compile_kernels
-from co2.views import on_gpu, parameters, specification
+from co2.views import on_gpu, parameters, view
 compile_kernels.TYPES.update({torch.uint8: "*u8", torch.int32: "*i32"})
 for name in [name for name in vars(on_gpu) if name.endswith("_kernel")]:
     setattr(on_gpu, name, compile_kernels.Compiled(getattr(on_gpu, name), 90))
 sizes, begins = torch.full((2,), 40), torch.zeros(2, dtype=torch.int64)
-views = specification.moco_v2_views(32), specification.moco_v1_views(50), specification.moco_v2_views(224)
+views = [view.moco_v2_views(32), view.moco_v1_views(50), view.moco_v2_views(224)]
+views += [dataclasses.replace(one, solarise_probability=0.2) for one in views]
 for augmentation in views:
     drawn = parameters.draw(augmentation, 0, 0, begins, 0, sizes, sizes)
     on_gpu.make_views(on_gpu.Pictures(torch.empty(4800, dtype=torch.uint8), begins, sizes, sizes), drawn, augmentation)
@@ -309,7 +311,7 @@ def test_every_kernel_compiles_for_a_gpu() -> None:
 
 
 def batch_of(
-    augmentation: Augmentation, shapes: Sequence[tuple[int, int]], rows: int, seed: int = 0
+    augmentation: View, shapes: Sequence[tuple[int, int]], rows: int, seed: int = 0
 ) -> tuple[list[Tensor], list[int], Pictures, ViewParameters]:
     """Pictures of these shapes in turn, with parameters drawn on the GPU: images, which, pictures, parameters."""
     images = [picture(*shape, seed=seed + i) for i, shape in enumerate(shapes)]

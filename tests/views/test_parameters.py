@@ -9,7 +9,7 @@ import torch
 from torchvision.transforms import ColorJitter, GaussianBlur, RandomResizedCrop
 
 from co2.views.parameters import ViewParameters, draw
-from co2.views.specification import Augmentation, moco_v1_views, moco_v2_views, simclr_views
+from co2.views.view import View, moco_v1_views, moco_v2_views, simclr_views
 
 FIELDS = [field.name for field in dataclasses.fields(ViewParameters)]
 
@@ -68,13 +68,13 @@ def test_the_fall_back_is_torchvision_s(size):
     if size == (30, 35):
         ratio = (0.5, 0.51)  # no crop of the whole area has this shape
     expected = RandomResizedCrop.get_params(torch.empty(3, *size), list(scale), list(ratio))
-    augmentation = Augmentation(crop_scale=scale, crop_ratio=ratio)
+    augmentation = View(crop_scale=scale, crop_ratio=ratio)
     drawn = draw_square(augmentation, images=range(5), height=size[0], width=size[1]).crop
     assert drawn.tolist() == [list(expected)] * 5
 
 
 @pytest.mark.parametrize(
-    "augmentation", [moco_v1_views(), moco_v2_views(), simclr_views(), Augmentation(jitter=(1.5, 0.1, 0.2, 0.5))]
+    "augmentation", [moco_v1_views(), moco_v2_views(), simclr_views(), View(jitter=(1.5, 0.1, 0.2, 0.5))]
 )
 def test_colours_are_jittered_as_by_torchvision(augmentation):
     torch.manual_seed(0)
@@ -105,14 +105,14 @@ def test_blur_is_distributed_as_torchvision_s():
 
 @pytest.mark.parametrize("probability", [0.0, 0.2, 0.5, 0.8, 1.0])
 def test_how_often_each_augmentation_is_applied(probability):
-    names = ("flip", "jitter", "grey", "blur")
-    drawn = draw_square(Augmentation(**{f"{name}_probability": probability for name in names}), images=range(20_000))
+    names = ("flip", "jitter", "grey", "blur", "solarise")
+    drawn = draw_square(View(**{f"{name}_probability": probability for name in names}), images=range(20_000))
     for name in names:
         assert_share(getattr(drawn, name), probability)
 
 
 def test_augmentations_are_independent_of_each_other():
-    drawn = draw_square(moco_v2_views(), images=range(20_000))
+    drawn = draw_square(dataclasses.replace(moco_v2_views(), solarise_probability=0.3), images=range(20_000))
     columns = [getattr(drawn, name).double().view(20_000, -1) for name in FIELDS if name != "jitter_order"]
     columns.append(drawn.jitter_order[:, :1].double())
     together = torch.cat(columns, 1).T

@@ -58,7 +58,7 @@ class Pictures(ImageSource):
 
 
 def resident_views(source, batch_size=8, seed=0, views=2, device=CPU, **others):
-    return ResidentViews(source, AUGMENTATION, views=views, batch_size=batch_size, seed=seed, device=device, **others)
+    return ResidentViews(source, (AUGMENTATION,) * views, batch_size=batch_size, seed=seed, device=device, **others)
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 40, 1 << 16])
@@ -80,11 +80,11 @@ def test_files_of_all_kinds(tmp_path, workers):
         assert_same_batches(list(ours.epoch(epoch)), list(view_loader(source).epoch(epoch)))
 
 
-def test_an_epoch_may_have_another_augmentation():
+def test_an_epoch_may_have_other_views():
     source = Pictures(45, bad=[3, 4, 40, 44])
     smaller = dataclasses.replace(AUGMENTATION, size=8, blur_sigma=(0.1, 1.0))
     ours, theirs = resident_views(source), view_loader(source)
-    for how in ({"augmentation": smaller}, {}):
+    for how in ({"views": (smaller,) * 2}, {}):
         assert_same_batches(list(ours.epoch(1, **how)), list(theirs.epoch(1, **how)))
 
 
@@ -254,7 +254,7 @@ def test_on_a_gpu_views_are_those_of_the_cpu():
     ours, theirs = resident_views(source, device=torch.device("cuda")), view_loader(source)
     for epoch in (0, 1):
         batches = list(ours.epoch(epoch))
-        assert all(batch.views.is_cuda for batch in batches)
+        assert all(view.is_cuda for batch in batches for view in batch.views)
         assert_nearly_the_same_batches(batches, list(theirs.epoch(epoch)), levels=2, outside=0.002)
 
 

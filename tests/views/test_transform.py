@@ -8,8 +8,8 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from co2.views.parameters import ViewRow
-from co2.views.specification import Augmentation, moco_v1_views, moco_v2_views
 from co2.views.transform import make_view, normalise, normalise_for_convolutions, plain_view
+from co2.views.view import View, moco_v1_views, moco_v2_views
 
 NOTHING = ViewRow(
     crop=(0, 0, 40, 50),
@@ -20,6 +20,7 @@ NOTHING = ViewRow(
     grey=False,
     blur=False,
     blur_sigma=1.1,
+    solarise=False,
 )
 EVERYTHING = NOTHING._replace(
     crop=(3, 7, 30, 25), flip=True, jitter=True, jitter_order=(3, 1, 0, 2), grey=True, blur=True
@@ -64,7 +65,7 @@ def assert_equal_but_for_rounding(view, expected):
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
 @pytest.mark.parametrize("grey_first", [False, True])
 def test_all_together_in_the_stated_order(image, grey_first, order):
-    augmentation = Augmentation(size=24, grey_first=grey_first)
+    augmentation = View(size=24, grey_first=grey_first)
     row = EVERYTHING._replace(jitter_order=order)
     view = make_view(image, row, augmentation)
     assert view.dtype == torch.uint8
@@ -103,13 +104,13 @@ def test_blur_of_no_width_changes_nothing(image):
 
 def test_the_image_itself_is_left_alone(image):
     before = image.clone()
-    augmentation = Augmentation(size=40)
+    augmentation = View(size=40)
     make_view(image, EVERYTHING._replace(crop=(0, 0, 40, 40)), augmentation)
     assert torch.equal(image, before)
 
 
 def test_the_smallest_view_can_be_blurred(image):
-    assert make_view(image, EVERYTHING, Augmentation(size=4)).shape == (3, 4, 4)
+    assert make_view(image, EVERYTHING, View(size=4)).shape == (3, 4, 4)
 
 
 @pytest.mark.parametrize(("size", "shorter"), [(32, 32), (64, 64), (112, 128), (224, 256)])

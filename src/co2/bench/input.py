@@ -129,8 +129,7 @@ def open_loader(experiment: Experiment, source: ImageSource, device: torch.devic
     resident = experiment.execution.resident_gib
     return choose_input(
         source,
-        experiment.views,
-        views=experiment.negatives.views_per_image,
+        (experiment.views,) * experiment.negatives.views_per_image,
         batch_size=experiment.batch_size,
         seed=experiment.seed,
         workers=choose_workers(experiment.workers),
@@ -252,9 +251,9 @@ def _view_seconds(experiment: Experiment, images: list[Tensor], device: torch.de
     count, views = len(images), experiment.negatives.views_per_image
     if device.type != "cuda":
         size = experiment.views.size
-        into = torch.empty(views, count, 3, size, size, dtype=torch.uint8)
-        indices = list(range(count))
-        return _timed(lambda: write_views(into, images, indices, experiment.views, experiment.seed, 0), device)[1]
+        into = torch.empty(views, count, 3, size, size, dtype=torch.uint8).unbind()
+        of_each, indices = (experiment.views,) * views, list(range(count))
+        return _timed(lambda: write_views(into, images, indices, of_each, experiment.seed, 0), device)[1]
     heights, widths = torch.tensor([image.shape[-2:] for image in images] * views, device=device).unbind(1)  # [V * N]
     lengths = 3 * heights[:count] * widths[:count]  # [N]
     offsets = (lengths.cumsum(0) - lengths).repeat(views)  # [V * N]

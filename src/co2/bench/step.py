@@ -133,7 +133,7 @@ def noise_batches(experiment: Experiment, device: torch.device, images: int = _I
     batches = []
     for number in range(_DIFFERENT_BATCHES):
         shape = (views, batch, 3, size, size)
-        pixels = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+        pixels = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator).unbind()
         indices = torch.arange(number * batch, (number + 1) * batch, device=device) % images  # [B]
         batches.append(Batch(indices, pixels, [], batch))
     return batches

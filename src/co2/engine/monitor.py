@@ -67,8 +67,7 @@ class Monitor:
     def _health_views(self) -> ViewLoader:
         return ViewLoader(
             self.health,
-            self.experiment.views,
-            views=2,
+            (self.experiment.views,) * 2,
             batch_size=min(self.batch_size, len(self.health)),
             seed=self.experiment.seed,
             workers=self.workers,
@@ -101,7 +100,9 @@ class Monitor:
             return self._kept[name]
         if 2 * len(source) * 3 * self.experiment.views.size**2 > self._keeps:
             return make()
-        self._kept[name] = [replace(batch, views=batch.views.to(self.device)) for batch in make()]
+        self._kept[name] = [
+            replace(batch, views=tuple(view.to(self.device) for view in batch.views)) for batch in make()
+        ]
         return self._kept[name]
 
     def _extract(self, network: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:

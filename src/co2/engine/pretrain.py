@@ -228,8 +228,7 @@ class Run:
         self.loader, self.input = processes.each(
             lambda: choose_input(
                 splits.train,
-                experiment.views,
-                views=experiment.negatives.views_per_image,
+                (experiment.views,) * experiment.negatives.views_per_image,
                 batch_size=experiment.batch_size,
                 seed=experiment.seed,
                 workers=workers,
@@ -284,7 +283,9 @@ class Run:
         """Train epoch `number`, counted from 0, or what is left of it."""
         interval = Interval(self.trainer.device)
         first_batch = self.trainer.step % self.steps_per_epoch
-        batches = self.loader.epoch(number, first_batch, self.experiment.views.in_epoch(number, self.experiment.epochs))
+        view = self.experiment.views.in_epoch(number, self.experiment.epochs)
+        views = (view,) * self.experiment.negatives.views_per_image
+        batches = self.loader.epoch(number, first_batch, views)
         for batch in interval.waiting_for(self.processes.batches(batches)):
             self._note_bad(batch)
             learning_rate = self.trainer.learning_rate()
@@ -436,8 +437,9 @@ class Run:
         """So that a run whose views grow does not find out after days that the last ones take too much memory."""
         batch, size = self.experiment.batch_size, max(self.experiment.view_sizes)
         rows = len(range(batch)[self.processes.share(batch, self.experiment.encoder.groups).rows])
-        blank = torch.zeros(self.experiment.negatives.views_per_image, rows, 3, size, size, dtype=torch.uint8)
-        self.trainer.rehearse(Batch(torch.arange(rows), blank, [], batch))
+        blank = torch.zeros(rows, 3, size, size, dtype=torch.uint8)
+        views = (blank,) * self.experiment.negatives.views_per_image
+        self.trainer.rehearse(Batch(torch.arange(rows), views, [], batch))
 
     def _take_up(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint. Fails somehow on one that lacks something."""

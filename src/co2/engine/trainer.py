@@ -114,7 +114,8 @@ class Trainer:
         """
         self._set_rate(self.learning_rate())
         self.alpha.fill_(consistency_weight(self.experiment.objective, self.step, self.steps))
-        views = batch.views.to(self.device, non_blocking=True)  # [V, b, 3, S, S] uint8
+        moved = [view.to(self.device, non_blocking=True) for view in batch.views]  # [b, 3, S, S] uint8 each
+        views = torch.stack(moved)  # [V, b, 3, S, S]
         images = batch.indices.to(self.device, non_blocking=True)  # [b]
         self._share = self.processes.share(batch.total, self.experiment.encoder.groups)
         with self._layers_seeded():

@@ -17,8 +17,8 @@ from co2.evaluation.progress import SILENT, Progress
 from co2.networks.features import extract
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch, ViewLoader, plain_batches
-from co2.views.specification import Augmentation
 from co2.views.transform import normalise_for_convolutions
+from co2.views.view import View
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -83,7 +83,7 @@ def check_readable(protocol: str, split: str, images: ImageSource, read: Callabl
 def embed(
     backbone: nn.Module,
     source: ImageSource,
-    views: Augmentation,
+    views: View,
     *,
     device: torch.device | str = "cpu",
     workers: int = 0,
@@ -135,7 +135,7 @@ def embed(
 def embed_crops(
     backbone: nn.Module,
     source: ImageSource,
-    views: Augmentation,
+    views: View,
     *,
     count: int,
     seed: int,
@@ -177,7 +177,7 @@ def check_finite(features: Tensor, images: Tensor, source: ImageSource) -> None:
 
 def random_views(
     source: ImageSource,
-    views: Augmentation,
+    views: View,
     *,
     batch_size: int,
     seed: int,
@@ -188,8 +188,7 @@ def random_views(
     """One random view of each image, epoch by epoch, made wherever that is fastest: on the GPU if the images fit."""
     loader, _ = choose_input(
         source,
-        views,
-        views=1,
+        (views,),
         batch_size=min(batch_size, len(source)),
         seed=seed,
         workers=workers,
@@ -241,7 +240,7 @@ def ready(network: Network, device: torch.device) -> Network:
     return network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def preparation(views: Augmentation, mirrored: bool = False) -> Callable[[Tensor], Tensor]:
+def preparation(views: View, mirrored: bool = False) -> Callable[[Tensor], Tensor]:
     """How uint8 views [B, 3, S, S] on a device become what a network takes there."""
 
     def prepare(pixels: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from co2.measures.label_free import alignment, effective_rank, neighbour_agreeme
 from co2.measures.ranking import spearman
 from co2.networks.features import extract
 from co2.views.loader import ViewLoader
-from co2.views.specification import moco_v2_views
+from co2.views.view import moco_v2_views
 
 __all__ = ["PAPER", "QUICK", "LabelFreeSettings", "correlations", "evaluate"]
 
@@ -56,9 +56,7 @@ def evaluate(
     _check_enough(len(source), data)
     backbone = ready(subject.build(), device)
     views = replace(moco_v2_views(subject.view_size), mean=subject.mean, std=subject.std)
-    loader = ViewLoader(
-        source, views, views=2, batch_size=min(256, len(source)), seed=seed, workers=workers, smallest=1
-    )
+    loader = ViewLoader(source, (views,) * 2, batch_size=min(256, len(source)), seed=seed, workers=workers, smallest=1)
     prepare = preparation(views)
     seen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     order: list[torch.Tensor] = []

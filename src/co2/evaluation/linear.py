@@ -48,7 +48,7 @@ from co2.evaluation.specification import LINEAR_PAPER as PAPER
 from co2.evaluation.specification import LINEAR_QUICK as QUICK
 from co2.evaluation.specification import LinearSettings
 from co2.evaluation.subject import Subject
-from co2.views.specification import Augmentation
+from co2.views.view import View
 
 __all__ = ["PAPER", "QUICK", "LinearSettings", "evaluate"]
 
@@ -167,7 +167,7 @@ def _by_sgd(
     return head, {"loss_by_epoch": finite(torch.stack(losses).tolist(), "linear")}
 
 
-def _views(subject: Subject, settings: LinearSettings) -> Augmentation:
+def _views(subject: Subject, settings: LinearSettings) -> View:
     """What the layer learns from: random crops, mirrored half of the time."""
     return replace(subject.views, crop_scale=settings.crop_scale, flip_probability=0.5 if settings.flips else 0.0)
 

@@ -35,7 +35,7 @@ from co2.evaluation.presets import MOCO_V1, MOCO_V2
 from co2.networks.backbones import UnsuitableViewSizeError, build_backbone, feature_width
 from co2.networks.encoder import Encoder, build_head
 from co2.networks.specification import Stem
-from co2.views.specification import VIEW_SIZES, Augmentation
+from co2.views.view import VIEW_SIZES, View, crop_and_flip
 
 PAPER_BACKBONE = "torchvision/resnet50"
 SEEDS = 2**63
@@ -60,8 +60,8 @@ class Subject:
     stem: Stem = "standard"
     view_size: int = 224
     """Side of the views that it is shown, in pixels."""
-    mean: tuple[float, float, float] = Augmentation.mean
-    std: tuple[float, float, float] = Augmentation.std
+    mean: tuple[float, float, float] = View.mean
+    std: tuple[float, float, float] = View.std
     steps: int | None = None
     """How long it has been trained, where a run's checkpoint says so."""
     drawn_from: int | None = None
@@ -109,18 +109,10 @@ class Subject:
         } | ({"embeddings": self.width} if self.head else {})
 
     @property
-    def views(self) -> Augmentation:
+    def views(self) -> View:
         """How the backbone is shown images while something is trained on it: a random resized crop and a flip, no more
         (the paper's appendix). Crops as for supervised training on ImageNet, from 8% of the area."""
-        return Augmentation(
-            size=self.view_size,
-            crop_scale=(0.08, 1.0),
-            jitter_probability=0.0,
-            grey_probability=0.0,
-            blur_probability=0.0,
-            mean=self.mean,
-            std=self.std,
-        )
+        return crop_and_flip(View(size=self.view_size, crop_scale=(0.08, 1.0), mean=self.mean, std=self.std))
 
     def random(self, seed: int = 0) -> Subject:
         """The same architecture with random weights: what a subject is compared with."""

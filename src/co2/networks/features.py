@@ -18,8 +18,8 @@ class PlainBatch(Protocol):
         """Which images of the source these are: [B]."""
 
     @property
-    def views(self) -> Tensor:
-        """One view of each, uint8: [1, B, 3, S, S]."""
+    def views(self) -> tuple[Tensor, ...]:
+        """One view of each, uint8: [B, 3, S, S]."""
 
 
 def extract(

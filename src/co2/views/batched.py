@@ -17,15 +17,15 @@ Equality to the bit is what lets a view depend on nothing but its parameters, an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torchvision.transforms.v2 import functional as F
 
 from co2.views.parameters import ViewParameters
-from co2.views.specification import Augmentation
-from co2.views.transform import _blur
+from co2.views.transform import SOLARISED, _blur, make_view
+from co2.views.view import View
 
 LARGEST_SIZE = 96
 """Side of the largest view that is worth it. The size of a view alone decides how it is made, never its companions."""
@@ -34,34 +34,36 @@ _WEIGHT_OF_ONE = 2**14  # with which torch resizes bytes when it enlarges
 _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = range(4)  # as ViewParameters.jitter_order counts them
 
 
-def make_views(images: Sequence[Tensor], parameters: ViewParameters, augmentation: Augmentation) -> Tensor:
+def make_views(images: Sequence[Tensor], parameters: ViewParameters, view: View) -> Tensor:
     """The view, uint8 [N, 3, S, S], of each image, uint8 [3, H, W], by its row of `parameters`."""
-    size = augmentation.size
+    size = view.size
     views = torch.empty(len(images), 3, size, size, dtype=torch.uint8)
+    if size > LARGEST_SIZE:
+        for place, (image, row) in enumerate(zip(images, parameters.rows(), strict=True)):
+            views[place] = make_view(image, row, view)
+        return views
     at_once = max(1, _PIXELS_AT_ONCE // size**2)
     for first in range(0, len(images), at_once):
         rows = slice(first, first + at_once)
-        part = _part(parameters, rows)
-        views[rows] = _finished(_crops(images[rows], part.crop, size), part, augmentation)
+        part = ViewParameters(*(column[rows] for column in parameters.columns()))
+        views[rows] = _finished(_crops(images[rows], part.crop, size), part, view)
     return views
 
 
-def _part(parameters: ViewParameters, rows: slice) -> ViewParameters:
-    return ViewParameters(**{field.name: getattr(parameters, field.name)[rows] for field in fields(parameters)})
-
-
-def _finished(views: Tensor, parameters: ViewParameters, augmentation: Augmentation) -> Tensor:
+def _finished(views: Tensor, parameters: ViewParameters, view: View) -> Tensor:
     """What becomes of resized crops, float32 [N, 3, S, S]: uint8 [N, 3, S, S]."""
-    if augmentation.grey_first:
+    if view.grey_first:
         views = _some_to_grey(views, parameters.grey)
-    views = _jitter(views, parameters, augmentation)
-    if not augmentation.grey_first:
+    views = _jitter(views, parameters, view)
+    if not view.grey_first:
         views = _some_to_grey(views, parameters.grey)
     finished = views.to(torch.uint8)  # [N, 3, S, S]
-    if augmentation.blur_probability > 0:
+    if view.blur_probability > 0:
         sigmas = parameters.blur_sigma.tolist()
         for row in (parameters.blur & (parameters.blur_sigma > 0)).nonzero()[:, 0].tolist():
-            finished[row] = _blur(finished[row], sigmas[row], augmentation.blur_radius)
+            finished[row] = _blur(finished[row], sigmas[row], view.blur_radius)
+    solarised = parameters.solarise.nonzero()[:, 0]  # [n]
+    finished[solarised] = F.solarize(finished[solarised], SOLARISED)
     flipped = parameters.flip.nonzero()[:, 0]  # [n]
     finished[flipped] = finished[flipped].flip(-1)
     return finished
@@ -129,9 +131,9 @@ def _weights_of_two(longest: int, size: int) -> tuple[Tensor, Tensor]:
     return firsts, weights
 
 
-def _jitter(views: Tensor, parameters: ViewParameters, augmentation: Augmentation) -> Tensor:
+def _jitter(views: Tensor, parameters: ViewParameters, view: View) -> Tensor:
     """All changes of colour of views [N, 3, S, S], each view's in its own order."""
-    enabled = torch.tensor(augmentation.jitter) > 0  # [4]: a strength of 0 switches a change off
+    enabled = torch.tensor(view.jitter) > 0  # [4]: a strength of 0 switches a change off
     orders = parameters.jitter_order[enabled[parameters.jitter_order]].view(len(views), -1)  # [N, changes]
     for change in orders.unbind(1):  # [N]: what each view's first change is, its second, ...
         factors = parameters.jitter_factors.gather(1, change[:, None])[:, 0]  # [N]

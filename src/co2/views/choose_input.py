@@ -6,7 +6,7 @@ All images on the GPU where they fit; else JPEGs that the GPU decodes; else work
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from co2.errors import UserError
 from co2.views.jpeg_stream import MOST_READERS, JpegViews
 from co2.views.loader import ViewLoader
 from co2.views.resident import DoesNotFit, ResidentViews, in_bytes
-from co2.views.specification import Augmentation
+from co2.views.view import View
 
 Wanted = Literal["auto", "resident", "jpeg", "workers"]
 _SAMPLE = 64  # images by which the others are judged
@@ -70,9 +70,8 @@ def survey(source: ImageSource) -> Survey:
 
 def choose_input(
     source: ImageSource,
-    augmentation: Augmentation,
+    views: Sequence[View],
     *,
-    views: int,
     batch_size: int,
     seed: int,
     workers: int,
@@ -94,7 +93,6 @@ def choose_input(
     """
     common: dict[str, Any] = {
         "source": source,
-        "augmentation": augmentation,
         "views": views,
         "batch_size": batch_size,
         "seed": seed,

@@ -21,8 +21,8 @@ import atexit
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -34,9 +34,9 @@ from co2.data.decode import decode_image
 from co2.data.plain_jpeg import plain_jpeg_size
 from co2.data.source import ImageSource, readable
 from co2.views.loader import Batch, ViewLoader
-from co2.views.parameters import ViewParameters, draw
+from co2.views.parameters import ViewParameters, draw_views
 from co2.views.resident import views_of
-from co2.views.specification import Augmentation
+from co2.views.view import View, made_together
 
 BATCHES_AHEAD = 3
 READ_AT_ONCE = 32  # images that a worker sends together
@@ -87,9 +87,8 @@ class JpegViews(ViewLoader):
     def __init__(
         self,
         source: ImageSource,
-        augmentation: Augmentation,
+        views: Sequence[View],
         *,
-        views: int,
         batch_size: int,
         seed: int,
         device: torch.device,
@@ -99,8 +98,7 @@ class JpegViews(ViewLoader):
     ) -> None:
         super().__init__(
             source,
-            augmentation,
-            views=views,
+            views,
             batch_size=batch_size,
             seed=seed,
             workers=min(workers, MOST_READERS),
@@ -108,19 +106,16 @@ class JpegViews(ViewLoader):
             share=share,
         )
         self._source = source
-        self._augmentation = augmentation
-        self._views = views
         self._device = device
         # Its small kernels come before those of the training step, which would otherwise wait for them later.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    @staticmethod
-    def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Callable[[Any], Any]:
+    def _work(self, source: ImageSource) -> Callable[[Any], Any]:
         return _Reading(source)
 
-    def epoch(self, number: int, first_batch: int = 0, augmentation: Augmentation | None = None) -> Iterator[Batch]:
+    def epoch(self, number: int, first_batch: int = 0, views: Sequence[View] = ()) -> Iterator[Batch]:
         """The batches of an epoch, as `ViewLoader.epoch` has them."""
-        how = _How(number, augmentation or self._augmentation)
+        how = _How(number, views or self._views)
         wholes, own = self._batches(number, first_batch)
         files = self.workers.results([some.numpy() for images in own for some in images.split(READ_AT_ONCE)])
 
@@ -151,13 +146,13 @@ class JpegViews(ViewLoader):
         if made.ready is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(made.ready)
-            for tensor in (made.batch.indices, made.batch.views):
+            for tensor in (made.batch.indices, *made.batch.views):
                 tensor.record_stream(stream)  # its memory is not used again before that stream is done with it
         return made.batch
 
     def _made_in_parts(self, how: _How, files: Iterator[_Files], total: int) -> Batch:
         bad: dict[int, str] = {}
-        parts: list[tuple[Tensor, Tensor]] = []
+        parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         held: list[_Picture] = []
         bytes_held = 0
         for some in files:
@@ -173,28 +168,30 @@ class JpegViews(ViewLoader):
         indices, views = zip(*parts, strict=True)
         if len(parts) == 1:
             return Batch(indices[0], views[0], list(bad.items()), total)
-        return Batch(torch.cat(indices), torch.cat(views, dim=1), list(bad.items()), total)
+        return Batch(torch.cat(indices), tuple(map(torch.cat, zip(*views, strict=True))), list(bad.items()), total)
 
-    def _made(self, how: _How, pictures: list[_Picture], bad: dict[int, str]) -> tuple[Tensor, Tensor]:
-        """Indices [b] and views [V, b, 3, S, S] of some images. Adds to `bad` what could not be read."""
+    def _made(self, how: _How, pictures: list[_Picture], bad: dict[int, str]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Indices [b], and of each view [b, 3, S, S], of some images. Adds to `bad` what could not be read."""
         used, images = self._decoded(pictures, bad)
         # All that is small is computed on the CPU, and brought to the device at the end: the many short kernels that it
         # would be there had to wait for room beside those of the training step, each by itself.
-        count = self._views
-        heights, widths = torch.tensor([image.shape[-2:] for image in images]).unbind(1)  # [b] each
+        indices = torch.tensor(used)  # [b], as the next three
+        heights, widths = torch.tensor([image.shape[-2:] for image in images]).unbind(1)
         lengths = 3 * heights * widths
-        offsets = lengths.cumsum(0) - lengths  # [b]
-        rows, offsets, heights, widths = (
-            column.repeat(count) for column in (torch.tensor(used), offsets, heights, widths)
-        )  # [V * b] each
-        view = torch.arange(count).repeat_interleave(len(used))  # [V * b]
-        drawn = draw(how.augmentation, self._seed, how.epoch, rows, view, heights, widths)
-        columns = (rows, offsets, heights, widths, *(getattr(drawn, field.name) for field in fields(drawn)))
-        rows, offsets, heights, widths, *parameters = (self._on_device(column) for column in columns)
-
+        offsets = lengths.cumsum(0) - lengths
         pixels = torch.cat([image.flatten() for image in images])  # [bytes]
-        views = views_of(pixels, offsets, heights, widths, ViewParameters(*parameters), how.augmentation)
-        return rows[: len(used)], views.unflatten(0, (count, len(used)))
+        made: dict[int, Tensor] = {}
+        for together, view in made_together(how.views):
+            shape = (1, len(together), len(used))
+            drawn = draw_views(
+                together, self._seed, how.epoch, *(column.expand(shape) for column in (indices, heights, widths))
+            )
+            where = torch.stack((offsets, heights, widths))[:, None].expand(3, *shape[1:]).flatten(1)  # [3, V * b]
+            where = self._on_device(where)
+            parameters = ViewParameters(*map(self._on_device, drawn.columns()))
+            rows = views_of(pixels, where[0], where[1], where[2], parameters, view)  # [V * b, 3, S, S]
+            made |= zip(together, rows.unflatten(0, shape[1:]), strict=True)
+        return self._on_device(indices), tuple(made[number] for number in range(len(how.views)))
 
     def _on_device(self, column: Tensor) -> Tensor:
         return column if self._stream is None else column.pin_memory().to(self._device, non_blocking=True)
@@ -243,7 +240,7 @@ class _How(NamedTuple):
     """What decides about the views of an image."""
 
     epoch: int
-    augmentation: Augmentation
+    views: Sequence[View]
 
 
 class _Made(NamedTuple):

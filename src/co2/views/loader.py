@@ -6,7 +6,7 @@ middle of an epoch change nothing about it. An image that cannot be read never s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,10 +19,10 @@ from co2.data.source import BadImage, ImageSource, readable
 from co2.errors import UserError
 from co2.machine.workers import Workers, in_parts, results_of
 from co2.philox import Stream, permutation
-from co2.views.batched import LARGEST_SIZE, make_views
-from co2.views.parameters import draw
-from co2.views.specification import Augmentation
-from co2.views.transform import make_view, plain_view
+from co2.views.batched import make_views
+from co2.views.parameters import draw_views
+from co2.views.transform import plain_view
+from co2.views.view import View, made_together
 
 _BYTES_HELD = 64 << 20  # a batch of photographs can be gigabytes: only so much of it is decoded at a time
 
@@ -33,8 +33,8 @@ class Batch:
 
     indices: Tensor
     """int64 [B]: which images of the source these are."""
-    views: Tensor
-    """uint8 [V, B, 3, S, S]"""
+    views: tuple[Tensor, ...]
+    """uint8 [B, 3, S, S], one for each `View`, of its size"""
     bad: list[tuple[int, str]]
     """Index of each image that could not be read, and why."""
     total: int
@@ -42,11 +42,12 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """Called by torch's DataLoader, to copy to a GPU without waiting."""
-        return replace(self, indices=self.indices.pin_memory(), views=self.views.pin_memory())
+        pinned = tuple(view.pin_memory() for view in self.views)
+        return replace(self, indices=self.indices.pin_memory(), views=pinned)
 
 
 class ViewLoader:
-    """Augmented views of the images of a source, epoch by epoch, in batches.
+    """Augmented views of the images of a source, epoch by epoch, in batches: for each image one of each of `views`.
 
     An epoch visits every image once, in an order that is a function of (seed, epoch). The last batch of an epoch may
     be shorter; one with fewer than `smallest` images is left out, because batch statistics need two in each group. An
@@ -61,9 +62,8 @@ class ViewLoader:
     def __init__(
         self,
         source: ImageSource,
-        augmentation: Augmentation,
+        views: Sequence[View],
         *,
-        views: int,
         batch_size: int,
         seed: int,
         workers: int,
@@ -77,29 +77,29 @@ class ViewLoader:
                 f"A batch of {batch_size} is larger than the data set of {len(source)} images: "
                 f"give --batch-size at most {len(source)}, or more images."
             )
+        self._views = tuple(views)
         self._length = len(source)
         self._batch_size = batch_size
         self._seed = seed
         self._smallest = smallest
         self._share = share
-        self.workers: Workers[Any, Any] = Workers(self._work(source, augmentation, views, seed), workers)
+        self.workers: Workers[Any, Any] = Workers(self._work(source), workers)
 
-    @staticmethod
-    def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Callable[[Any], Any]:
+    def _work(self, source: ImageSource) -> Callable[[Any], Any]:
         """What workers do."""
-        return _AugmentedViews(source, augmentation, views, seed)
+        return _AugmentedViews(source, self._seed)
 
     @property
     def batches_per_epoch(self) -> int:
         whole, rest = divmod(self._length, self._batch_size)
         return whole + (rest >= self._smallest)
 
-    def epoch(self, number: int, first_batch: int = 0, augmentation: Augmentation | None = None) -> Iterator[Batch]:
-        """The batches of an epoch, from number `first_batch` on, with another augmentation than the loader's if given:
-        views may be smaller in earlier epochs."""
+    def epoch(self, number: int, first_batch: int = 0, views: Sequence[View] = ()) -> Iterator[Batch]:
+        """The batches of an epoch, from number `first_batch` on, with other views than the loader's if given: they may
+        be smaller in earlier epochs."""
         wholes, own = self._batches(number, first_batch)
         # As arrays, which travel to the workers in a message; tensors would each take a piece of shared memory.
-        made = self.workers.results([(number, images.numpy(), augmentation) for images in own])
+        made = self.workers.results([(number, images.numpy(), views or self._views) for images in own])
         for batch, whole in zip(made, wholes, strict=True):
             yield replace(batch, total=len(whole))
 
@@ -113,8 +113,8 @@ class ViewLoader:
 def plain_batches(source: ImageSource, size: int, batch_size: int, workers: int) -> Iterator[Batch]:
     """Every image once, in the order of the source, without augmentation: for features and evaluation.
 
-    Views are [1, B, 3, size, size]. An image that cannot be read is left out and named, so that a batch may be shorter
-    than the others; none is empty.
+    There is one view, [B, 3, size, size]. An image that cannot be read is left out and named, so that a batch may be
+    shorter than the others; none is empty.
     """
     ready: Batch | None = None  # given out when the next one is there, so that it can report for empty ones after it
     for batch in results_of(_PlainViews(source, size), in_parts(range(len(source)), batch_size), workers):
@@ -132,17 +132,13 @@ def plain_batches(source: ImageSource, size: int, batch_size: int, workers: int)
 
 
 class _AugmentedViews:
-    def __init__(self, source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> None:
+    def __init__(self, source: ImageSource, seed: int) -> None:
         self.source = source
-        self.augmentation = augmentation
-        self.views = views
         self.seed = seed
 
-    def __call__(self, entry: tuple[int, np.ndarray, Augmentation | None]) -> Batch:
-        epoch, wanted, other = entry
-        augmentation = other or self.augmentation
-        size = augmentation.size
-        views = torch.empty(self.views, len(wanted), 3, size, size, dtype=torch.uint8)
+    def __call__(self, entry: tuple[int, np.ndarray, Sequence[View]]) -> Batch:
+        epoch, wanted, views = entry
+        made = tuple(torch.empty(len(wanted), 3, view.size, view.size, dtype=torch.uint8) for view in views)
         indices: list[int] = []
         bad: dict[int, str] = {}
         held: list[Tensor] = []  # decoded images, the last of `indices`, whose views are still to be made
@@ -156,26 +152,22 @@ class _AugmentedViews:
                 bytes_held += image.numel()
                 if len(indices) == len(wanted) or bytes_held > _BYTES_HELD:
                     done = len(indices) - len(held)
-                    write_views(views[:, done:], held, indices[done:], augmentation, self.seed, epoch)
+                    write_views([one[done:] for one in made], held, indices[done:], views, self.seed, epoch)
                     held, bytes_held = [], 0
-        return Batch(torch.tensor(indices), views, list(bad.items()), len(indices))
+        return Batch(torch.tensor(indices), made, list(bad.items()), len(indices))
 
 
 def write_views(
-    views: Tensor, images: list[Tensor], indices: list[int], augmentation: Augmentation, seed: int, epoch: int
+    into: Sequence[Tensor], images: list[Tensor], indices: list[int], views: Sequence[View], seed: int, epoch: int
 ) -> None:
-    """Write the views of these images, uint8 [3, H, W] each, into the first places of `views` [V, B, 3, S, S]."""
-    of_each, count = len(views), len(images)
-    numbers = torch.arange(of_each).repeat_interleave(count)  # [V * n]
-    heights, widths = torch.tensor([image.shape[-2:] for image in images] * of_each).unbind(1)  # [V * n] each
-    drawn = draw(augmentation, seed, epoch, torch.tensor(indices * of_each), numbers, heights, widths)
-    made = views[:, :count]  # [V, n, 3, S, S]
-    if augmentation.size <= LARGEST_SIZE:
-        made.copy_(make_views(images * of_each, drawn, augmentation).view_as(made))
-        return
-    for place, row in enumerate(drawn.rows()):
-        view, image = divmod(place, count)
-        made[view, image] = make_view(images[image], row, augmentation)
+    """Write the views of these images, uint8 [3, H, W] each, into the first places of `into`, [B, 3, S, S] each."""
+    heights, widths = torch.tensor([image.shape[-2:] for image in images]).unbind(1)  # [n] each
+    for together, how in made_together(views):
+        shape = (1, len(together), len(images))
+        columns = (column.expand(shape) for column in (torch.tensor(indices), heights, widths))
+        made = make_views(images * len(together), draw_views(together, seed, epoch, *columns), how)  # [V * n, 3, S, S]
+        for number, view in zip(together, made.split(len(images)), strict=True):
+            into[number][: len(images)] = view
 
 
 class _PlainViews:
@@ -184,7 +176,7 @@ class _PlainViews:
         self.size = size
 
     def __call__(self, wanted: range) -> Batch:
-        views = torch.empty(1, len(wanted), 3, self.size, self.size, dtype=torch.uint8)
+        views = torch.empty(len(wanted), 3, self.size, self.size, dtype=torch.uint8)
         indices: list[int] = []
         bad: list[tuple[int, str]] = []
         with _one_thread():
@@ -194,9 +186,9 @@ class _PlainViews:
                 except BadImage as error:
                     bad.append((index, str(error)))
                     continue
-                views[0, len(indices)] = plain_view(image, self.size)
+                views[len(indices)] = plain_view(image, self.size)
                 indices.append(index)
-        return Batch(torch.tensor(indices, dtype=torch.int64), views[:, : len(indices)], bad, len(indices))
+        return Batch(torch.tensor(indices, dtype=torch.int64), (views[: len(indices)],), bad, len(indices))
 
 
 @contextmanager

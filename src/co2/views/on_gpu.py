@@ -10,7 +10,9 @@ Launches. A view of up to 64 pixels is one program's work, but for the blur. A l
     _crop_kernel    crop, resize and flip; and, because contrast needs the mean of a whole picture, carry out the
                     changes of colour that come before it and leave the sum of the grey values of each tile
     _colour_kernel  add up these sums; carry out all changes of colour
-    _blur_kernel    blur the rows that are to be blurred. Not launched where an augmentation has no blur.
+    _blur_kernel    blur the rows that are to be blurred. Not launched where a view has no blur.
+
+Solarisation is the last to touch a level, in whichever of these kernels writes a row for good.
 
 Resizing. With antialiasing and n pixels of the crop for S of the view, pixel i of the view is the mean of the pixels x
 of the crop weighted by a triangle of half-width max(n/S, 1) around n/S·(i + ½). In units of 1/(2S) all of that is whole
@@ -47,8 +49,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from co2.views import transform
 from co2.views.parameters import ViewParameters
-from co2.views.specification import Augmentation
+from co2.views.view import View
 
 # As ViewParameters.jitter_order counts them.
 BRIGHTNESS = tl.constexpr(0)
@@ -56,6 +59,8 @@ CONTRAST = tl.constexpr(1)
 SATURATION = tl.constexpr(2)
 HUE = tl.constexpr(3)
 NO_CHANGE = tl.constexpr(4)
+
+SOLARISED = tl.constexpr(transform.SOLARISED)
 
 LARGEST_WHOLE = 64  # side of the largest view that one program makes alone
 TILE = 32  # side of the tiles of larger views; divides 96, 160 and 224
@@ -65,7 +70,7 @@ BLUR_WINDOW = 64  # side of the window that is blurred at once, borders included
 # Rows of a batch may be a slice that begins anywhere. Without this every new alignment would be compiled for anew.
 _ANYWHERE = [
     "pixels", "offsets", "heights", "widths", "crops", "jitters", "orders", "factors", "greys", "flips", "blurs",
-    "sigmas",
+    "sigmas", "solarises",
 ]  # fmt: skip
 
 
@@ -83,19 +88,19 @@ class Pictures:
     """int64 [R]"""
 
 
-def make_views(pictures: Pictures, parameters: ViewParameters, augmentation: Augmentation) -> Tensor:
+def make_views(pictures: Pictures, parameters: ViewParameters, view: View) -> Tensor:
     """One view per row, uint8 [R, 3, S, S]. Row r of `parameters` belongs to row r of `pictures`, on the same GPU."""
-    size, rows, device = augmentation.size, len(pictures.offsets), pictures.pixels.device
+    size, rows, device = view.size, len(pictures.offsets), pictures.pixels.device
     views = torch.empty(rows, 3, size, size, dtype=torch.uint8, device=device)
     if rows == 0:
         return views
-    blurs = augmentation.blur_probability > 0
     picture = (pictures.pixels, *_packed(pictures.offsets, pictures.heights, pictures.widths, parameters.crop))
     colours = _packed(parameters.jitter, parameters.jitter_order, parameters.jitter_factors, parameters.grey)
-    flip, blur, sigma = _packed(parameters.flip, parameters.blur, parameters.blur_sigma)
-    brightness, contrast, saturation, hue = (strength > 0 for strength in augmentation.jitter)
+    flip, *last = _packed(parameters.flip, parameters.blur, parameters.blur_sigma, parameters.solarise)
+    blurs, solarises = view.blur_probability > 0, view.solarise_probability > 0
+    brightness, contrast, saturation, hue = (strength > 0 for strength in view.jitter)
     constants = {
-        "S": size, "HALF": triton.next_power_of_2(triton.cdiv(size, 2)), "GREY_FIRST": augmentation.grey_first,
+        "S": size, "HALF": triton.next_power_of_2(triton.cdiv(size, 2)), "GREY_FIRST": view.grey_first,
         "BRIGHTNESS_ON": brightness, "CONTRAST_ON": contrast, "SATURATION_ON": saturation, "HUE_ON": hue,
         # Otherwise the compiler would fuse sums and products that torch rounds one by one.
         "enable_fp_fusion": False,
@@ -106,8 +111,8 @@ def make_views(pictures: Pictures, parameters: ViewParameters, augmentation: Aug
             unfinished = torch.empty_like(views) if blurs else views  # [R, 3, S, S]: what is still to be blurred
             side = triton.next_power_of_2(size)
             _whole_kernel[(rows,)](
-                *picture, *colours, flip, blur, sigma, unfinished, views,
-                **constants, BLURS=blurs, SIDE=side, num_warps=max(1, side * side // 256),
+                *picture, *colours, flip, *last, unfinished, views,
+                **constants, BLURS=blurs, SOLARISES=solarises, SIDE=side, num_warps=max(1, side * side // 256),
             )  # fmt: skip
         else:
             unfinished = torch.empty_like(views)  # [R, 3, S, S]
@@ -119,19 +124,19 @@ def make_views(pictures: Pictures, parameters: ViewParameters, augmentation: Aug
             blocks = triton.cdiv(size * size, COLOUR_BLOCK)
             del constants["HALF"]
             _colour_kernel[(rows * blocks,)](
-                *colours, blur, sigma, unfinished, sums, views,
-                **constants, BLURS=blurs, TILES=across * across, LANES=triton.next_power_of_2(across * across),
-                BLOCK=COLOUR_BLOCK, num_warps=4,
+                *colours, *last, unfinished, sums, views,
+                **constants, BLURS=blurs, SOLARISES=solarises, TILES=across * across,
+                LANES=triton.next_power_of_2(across * across), BLOCK=COLOUR_BLOCK, num_warps=4,
             )  # fmt: skip
         if blurs:
-            radius = augmentation.blur_radius
+            radius = view.blur_radius
             # As many windows side by side as leave at least half a window between the borders.
             windows = triton.cdiv(BLUR_WINDOW // 2 + 2 * radius, BLUR_WINDOW)
             useful = min(BLUR_WINDOW, windows * BLUR_WINDOW - 2 * radius)
             across = triton.cdiv(size, useful)
             _blur_kernel[(rows * 3 * across * across,)](
-                blur, sigma, unfinished, views,
-                S=size, RADIUS=radius, LANES=triton.next_power_of_2(2 * radius + 1),
+                *last, unfinished, views,
+                S=size, SOLARISES=solarises, RADIUS=radius, LANES=triton.next_power_of_2(2 * radius + 1),
                 WINDOWS=windows, WINDOW=BLUR_WINDOW, USEFUL=useful, ACROSS=across, num_warps=4,
             )  # fmt: skip
     return views
@@ -399,24 +404,41 @@ def _to_blur(blurs, sigmas, row):
 
 
 @triton.jit
+def _solarised(level, wanted):
+    return tl.where(wanted & (level >= SOLARISED), 255.0 - level, level)
+
+
+@triton.jit
+def _store_for_good(solarises, views, row, at, r, g, b, inside, S: tl.constexpr, SOLARISES: tl.constexpr):
+    if SOLARISES:
+        wanted = tl.load(solarises + row) != 0
+        r = _solarised(r, wanted)
+        g = _solarised(g, wanted)
+        b = _solarised(b, wanted)
+    _store(views, at, r, g, b, inside, S)
+
+
+@triton.jit
 def _store_for_blur_or_for_good(
-    blurs, sigmas, unfinished, views, row, at, r, g, b, inside, S: tl.constexpr, BLURS: tl.constexpr,
+    blurs, sigmas, solarises, unfinished, views, row, at, r, g, b, inside,
+    S: tl.constexpr, BLURS: tl.constexpr, SOLARISES: tl.constexpr,
 ):  # fmt: skip
     if BLURS:
         if _to_blur(blurs, sigmas, row):
             _store(unfinished, at, r, g, b, inside, S)
         else:
-            _store(views, at, r, g, b, inside, S)
+            _store_for_good(solarises, views, row, at, r, g, b, inside, S, SOLARISES)
     else:
-        _store(views, at, r, g, b, inside, S)
+        _store_for_good(solarises, views, row, at, r, g, b, inside, S, SOLARISES)
 
 
 @triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _whole_kernel(
-    pixels, offsets, heights, widths, crops, jitters, orders, factors, greys, flips, blurs, sigmas, unfinished, views,
+    pixels, offsets, heights, widths, crops, jitters, orders, factors, greys, flips, blurs, sigmas, solarises,
+    unfinished, views,
     S: tl.constexpr, HALF: tl.constexpr, GREY_FIRST: tl.constexpr,
     BRIGHTNESS_ON: tl.constexpr, CONTRAST_ON: tl.constexpr, SATURATION_ON: tl.constexpr, HUE_ON: tl.constexpr,
-    BLURS: tl.constexpr, SIDE: tl.constexpr,
+    BLURS: tl.constexpr, SOLARISES: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """A small view, but for the blur."""
     row = tl.program_id(0).to(tl.int64)
@@ -437,7 +459,9 @@ def _whole_kernel(
         r, g, b = _to_grey(r, g, b, grey)
     first = row * (3 * S * S)
     at = y * S + _flipped(flips, row, x, S)
-    _store_for_blur_or_for_good(blurs, sigmas, unfinished + first, views + first, row, at, r, g, b, inside, S, BLURS)
+    _store_for_blur_or_for_good(
+        blurs, sigmas, solarises, unfinished + first, views + first, row, at, r, g, b, inside, S, BLURS, SOLARISES
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
@@ -474,10 +498,10 @@ def _crop_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _colour_kernel(
-    jitters, orders, factors, greys, blurs, sigmas, unfinished, sums, views,
+    jitters, orders, factors, greys, blurs, sigmas, solarises, unfinished, sums, views,
     S: tl.constexpr, GREY_FIRST: tl.constexpr,
     BRIGHTNESS_ON: tl.constexpr, CONTRAST_ON: tl.constexpr, SATURATION_ON: tl.constexpr, HUE_ON: tl.constexpr,
-    BLURS: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    BLURS: tl.constexpr, SOLARISES: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Some pixels of a view after the crop, but for the blur."""
     BLOCKS: tl.constexpr = (S * S + BLOCK - 1) // BLOCK
@@ -504,7 +528,9 @@ def _colour_kernel(
             r, g, b = _change(r, g, b, change, factor, mean, BRIGHTNESS_ON, CONTRAST_ON, SATURATION_ON, HUE_ON)
     if not GREY_FIRST:
         r, g, b = _to_grey(r, g, b, grey)
-    _store_for_blur_or_for_good(blurs, sigmas, unfinished + first, views + first, row, pixel, r, g, b, inside, S, BLURS)
+    _store_for_blur_or_for_good(
+        blurs, sigmas, solarises, unfinished + first, views + first, row, pixel, r, g, b, inside, S, BLURS, SOLARISES
+    )
 
 
 @triton.jit
@@ -529,8 +555,8 @@ def _reflected(place, S: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _blur_kernel(
-    blurs, sigmas, unfinished, views,
-    S: tl.constexpr, RADIUS: tl.constexpr, LANES: tl.constexpr,
+    blurs, sigmas, solarises, unfinished, views,
+    S: tl.constexpr, SOLARISES: tl.constexpr, RADIUS: tl.constexpr, LANES: tl.constexpr,
     WINDOWS: tl.constexpr, WINDOW: tl.constexpr, USEFUL: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """USEFUL × USEFUL blurred pixels of one channel, from WINDOWS × WINDOWS windows of its neighbourhood."""
@@ -570,7 +596,10 @@ def _blur_kernel(
         y = (first_y + outer)[:, None]
         x = (first_x + outer)[None, :]
         inside = (outer < USEFUL)[:, None] & (outer < USEFUL)[None, :] & (y < S) & (x < S)
-        tl.store(views + plane * (S * S) + y * S + x, tl.floor(blurred + 0.5).to(tl.uint8), mask=inside)
+        level = tl.floor(blurred + 0.5)
+        if SOLARISES:
+            level = _solarised(level, tl.load(solarises + row) != 0)
+        tl.store(views + plane * (S * S) + y * S + x, level.to(tl.uint8), mask=inside)
 
 
 @triton.jit

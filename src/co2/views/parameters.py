@@ -8,14 +8,15 @@ those of torchvision's RandomResizedCrop, ColorJitter, RandomGrayscale, Gaussian
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from co2.philox import uniforms
-from co2.views.specification import Augmentation
+from co2.views.view import View
 
 # Each parameter has its own place among the uniform numbers of a view, used or not: switching one augmentation off or
 # changing its strength leaves all the others as they were. Places are never moved; new ones go to the end.
@@ -30,7 +31,8 @@ _JITTER_ORDER = 28
 _GREY = 29
 _BLUR = 30
 _BLUR_SIGMA = 31
-_PLACES = 32
+_SOLARISE = 32
+_PLACES = 33
 
 
 class ViewRow(NamedTuple):
@@ -44,6 +46,7 @@ class ViewRow(NamedTuple):
     grey: bool
     blur: bool
     blur_sigma: float
+    solarise: bool
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,12 @@ class ViewParameters:
     """bool [B]: blur."""
     blur_sigma: Tensor
     """float32 [B]: standard deviation of the blur, in pixels of the view."""
+    solarise: Tensor
+    """bool [B]: invert levels from 128 on."""
+
+    def columns(self) -> tuple[Tensor, ...]:
+        """The fields, in their order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     def rows(self) -> list[ViewRow]:
         """The same as plain numbers, image by image."""
@@ -78,57 +87,80 @@ class ViewParameters:
             self.grey.tolist(),
             self.blur.tolist(),
             self.blur_sigma.tolist(),
+            self.solarise.tolist(),
         )
         return [ViewRow(*row) for row in zip(*columns, strict=True)]
 
 
 def draw(
-    augmentation: Augmentation,
+    view: View,
     seed: int,
     epoch: int | Tensor,
     images: Tensor,
-    view: int | Tensor,
+    number: int | Tensor,
     heights: Tensor,
     widths: Tensor,
 ) -> ViewParameters:
-    """The parameters of view number `view` of each image in this epoch.
+    """The parameters of a view, the one with this number, of each image in this epoch.
 
     `images` [B] are indices into the data set, `heights` [B] and `widths` [B] the sizes of these images in pixels, all
-    int64 and on one device. Nothing here waits for the device, and `epoch` and `view` may be tensors on it.
+    int64 and on one device. Nothing here waits for the device, and `epoch` and `number` may be tensors on it.
     """
-    u = uniforms(seed, epoch, images, view, _PLACES)  # [B, 32]
-    brightness, contrast, saturation, hue = augmentation.jitter
+    u = uniforms(seed, epoch, images, number, _PLACES)  # [B, 33]
+    brightness, contrast, saturation, hue = view.jitter
     lows = [max(0.0, 1 - brightness), max(0.0, 1 - contrast), max(0.0, 1 - saturation), -hue]
     highs = [1 + brightness, 1 + contrast, 1 + saturation, hue]
     factors = [
-        _between(low, high, number)
-        for low, high, number in zip(lows, highs, u[:, _JITTER_FACTORS].unbind(1), strict=True)
+        _between(low, high, uniform)
+        for low, high, uniform in zip(lows, highs, u[:, _JITTER_FACTORS].unbind(1), strict=True)
     ]
     return ViewParameters(
-        crop=_crop(augmentation, u, heights, widths),
-        flip=u[:, _FLIP] < augmentation.flip_probability,
-        jitter=u[:, _JITTER] < augmentation.jitter_probability,
+        crop=_crop(view, u, heights, widths),
+        flip=u[:, _FLIP] < view.flip_probability,
+        jitter=u[:, _JITTER] < view.jitter_probability,
         jitter_order=_order_of_four(u[:, _JITTER_ORDER]),
         # Rounded to float32, as torchvision draws them: hides last-bit differences between devices.
         jitter_factors=torch.stack(factors, 1).float(),
-        grey=u[:, _GREY] < augmentation.grey_probability,
-        blur=u[:, _BLUR] < augmentation.blur_probability,
-        blur_sigma=_between(*augmentation.blur_sigma, u[:, _BLUR_SIGMA]).float(),
+        grey=u[:, _GREY] < view.grey_probability,
+        blur=u[:, _BLUR] < view.blur_probability,
+        blur_sigma=_between(*view.blur_sigma, u[:, _BLUR_SIGMA]).float(),
+        solarise=u[:, _SOLARISE] < view.solarise_probability,
     )
+
+
+def draw_views(
+    views: Mapping[int, View], seed: int, epoch: int, images: Tensor, heights: Tensor, widths: Tensor
+) -> ViewParameters:
+    """The parameters of several views, by their numbers, of images [T, V, b]: rows [T * V * b], in their order.
+
+    Of T batches at a time, because to draw takes as long for one row as for thousands.
+    """
+    first, *others = views
+    if len(set(views.values())) == 1 and others == list(range(first + 1, first + len(views))):
+        numbers = torch.arange(first, first + len(views), device=images.device)[:, None].expand_as(images)
+        each = (column.flatten() for column in (images, numbers, heights, widths))  # [R] each
+        return draw(views[first], seed, epoch, *each)
+    drawn = []
+    for place, (number, view) in enumerate(views.items()):
+        of_view, *sizes = (column[:, place].flatten() for column in (images, heights, widths))  # [T * b] each
+        drawn.append(draw(view, seed, epoch, of_view, number, *sizes).columns())
+    batches = (len(images), images.shape[2])  # [T, b]
+    stacked = (torch.stack([x.unflatten(0, batches) for x in same], dim=1) for same in zip(*drawn, strict=True))
+    return ViewParameters(*(column.flatten(0, 2) for column in stacked))
 
 
 def _between(low: float, high: float, uniform: Tensor) -> Tensor:
     return low + (high - low) * uniform
 
 
-def _crop(augmentation: Augmentation, u: Tensor, heights: Tensor, widths: Tensor) -> Tensor:
+def _crop(view: View, u: Tensor, heights: Tensor, widths: Tensor) -> Tensor:
     """Random resized crops [B, 4]: the first of ten attempts that fits, or else the largest central crop.
 
     Only the attempt that fits needs a position, and positions are independent of it, so that one pair of uniform
     numbers serves all ten.
     """
-    low, high = augmentation.crop_ratio
-    area = (heights * widths)[:, None] * _between(*augmentation.crop_scale, u[:, _CROP_SCALE])  # [B, 10]
+    low, high = view.crop_ratio
+    area = (heights * widths)[:, None] * _between(*view.crop_scale, u[:, _CROP_SCALE])  # [B, 10]
     ratio = torch.exp(_between(math.log(low), math.log(high), u[:, _CROP_RATIO]))  # [B, 10]
     attempt_widths = torch.sqrt(area * ratio).round().long()  # [B, 10]
     attempt_heights = torch.sqrt(area / ratio).round().long()  # [B, 10]

@@ -6,8 +6,8 @@ so that an epoch never waits for the device and the device never waits for Pytho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -18,10 +18,10 @@ from torch import Tensor
 from co2.data.source import BAD_IN_A_ROW, BadImage, ImageSource, Progress, too_many_in_a_row
 from co2.machine.workers import Workers, in_parts
 from co2.philox import Stream, permutation
+from co2.views import batched
 from co2.views.loader import Batch, ViewLoader
-from co2.views.parameters import ViewParameters, draw
-from co2.views.specification import Augmentation
-from co2.views.transform import make_view
+from co2.views.parameters import ViewParameters, draw_views
+from co2.views.view import View, made_together
 
 _READ_AT_ONCE = 32  # images that a worker sends together
 _ROWS_AT_ONCE = 65_536  # views whose parameters are drawn together: drawing takes as long for one as for thousands
@@ -54,23 +54,19 @@ def views_of(
     heights: Tensor,
     widths: Tensor,
     parameters: ViewParameters,
-    augmentation: Augmentation,
+    view: View,
 ) -> Tensor:
     """One view for each row, uint8 [R, 3, S, S], of planar images that lie in `pixels` [bytes], uint8.
 
-    `offsets`, `heights` and `widths` [R] are int64, on the device of `pixels`. On a GPU a few kernels make all views;
-    elsewhere torchvision makes one after the other.
+    `offsets`, `heights` and `widths` [R] are int64, on the device of `pixels`. On a GPU a few kernels make all views.
     """
     if pixels.is_cuda:
         from co2.views.on_gpu import Pictures, make_views  # needs Triton, which is not there on every machine
 
-        return make_views(Pictures(pixels, offsets, heights, widths), parameters, augmentation)
-    views = torch.empty(len(offsets), 3, augmentation.size, augmentation.size, dtype=torch.uint8)
-    table = zip(offsets.tolist(), heights.tolist(), widths.tolist(), parameters.rows(), strict=True)
-    for place, (offset, height, width, row) in enumerate(table):
-        image = pixels[offset : offset + 3 * height * width].view(3, height, width)
-        views[place] = make_view(image, row, augmentation)
-    return views
+        return make_views(Pictures(pixels, offsets, heights, widths), parameters, view)
+    table = zip(offsets.tolist(), heights.tolist(), widths.tolist(), strict=True)
+    images = [pixels[start : start + 3 * height * width].view(3, height, width) for start, height, width in table]
+    return batched.make_views(images, parameters, view)
 
 
 class ResidentViews(ViewLoader):
@@ -84,9 +80,8 @@ class ResidentViews(ViewLoader):
     def __init__(
         self,
         source: ImageSource,
-        augmentation: Augmentation,
+        views: Sequence[View],
         *,
-        views: int,
         batch_size: int,
         seed: int,
         device: torch.device,
@@ -98,54 +93,57 @@ class ResidentViews(ViewLoader):
     ) -> None:
         super().__init__(
             source,
-            augmentation,
-            views=views,
+            views,
             batch_size=batch_size,
             seed=seed,
             workers=workers,
             smallest=smallest,
             share=share,
         )
-        self._augmentation = augmentation
-        self._views = views
         self._device = device
         self.images = _load_images(source, self.workers, device, most_bytes, progress)
         self._used, self._passed_over = _replacements(source, self.images.bad)
         self._used = self._used.to(device)  # [N]
 
-    @staticmethod
-    def _work(source: ImageSource, augmentation: Augmentation, views: int, seed: int) -> Callable[[Any], Any]:
+    def _work(self, source: ImageSource) -> Callable[[Any], Any]:
         return _WholeImages(source)
 
-    def epoch(self, number: int, first_batch: int = 0, augmentation: Augmentation | None = None) -> Iterator[Batch]:
+    def epoch(self, number: int, first_batch: int = 0, views: Sequence[View] = ()) -> Iterator[Batch]:
         """The batches of an epoch, as `ViewLoader.epoch` has them."""
         order = permutation(self._seed, Stream.EPOCH_ORDER, number, self._length, self._device)  # [N]
         batches = order.split(self._batch_size)[: self.batches_per_epoch]
         bad = self._bad_of_each_batch(order)
-        place = first_batch
+        place, views = first_batch, views or self._views
         for _, same_size in groupby(batches[first_batch:], len):
             together = list(same_size)
             total = len(together[0])
             wanted = torch.stack(together)[:, self._share(total)]  # [batches, b]
-            at_once = max(1, _ROWS_AT_ONCE // (self._views * max(1, wanted.shape[1])))
+            at_once = max(1, _ROWS_AT_ONCE // (len(views) * max(1, wanted.shape[1])))
             for some in wanted.split(at_once):
-                for indices, views in self._make(number, self._used[some], augmentation or self._augmentation):
-                    yield Batch(indices, views, bad.get(place, []), total)
+                for indices, made in self._make(number, self._used[some], views):
+                    yield Batch(indices, made, bad.get(place, []), total)
                     place += 1
 
-    def _make(self, epoch: int, images: Tensor, augmentation: Augmentation) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images [b] and views [V, b, 3, S, S] of each batch of `images` [batches, b]."""
+    def _make(self, epoch: int, images: Tensor, views: Sequence[View]) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+        """Images [b], and of each view [b, 3, S, S], of each batch of `images` [batches, b]."""
         batches, size = images.shape
-        shape = (batches, self._views, size)
-        rows = images[:, None].expand(shape).flatten()  # [R]: the rows of a batch stand together, view after view
-        view = torch.arange(self._views, device=self._device)[:, None].expand(shape).flatten()  # [R]
-        of_images = (self.images.offsets[rows], self.images.heights[rows], self.images.widths[rows])  # [R] each
-        drawn = draw(augmentation, self._seed, epoch, rows, view, *of_images[1:])
-        columns = (*of_images, *(getattr(drawn, field.name) for field in fields(drawn)))
-        pieces = zip(*(column.split(self._views * size) for column in columns), strict=True)
-        for place, (offsets, heights, widths, *parameters) in enumerate(pieces):
-            views = views_of(self.images.pixels, offsets, heights, widths, ViewParameters(*parameters), augmentation)
-            yield images[place], views.unflatten(0, (self._views, size))
+        groups = []
+        for together, how in made_together(views):
+            rows = images[:, None].expand(batches, len(together), size)
+            offsets, heights, widths = (
+                column[rows] for column in (self.images.offsets, self.images.heights, self.images.widths)
+            )  # [batches, V, b] each
+            drawn = draw_views(together, self._seed, epoch, rows, heights, widths)
+            columns = (offsets.flatten(), heights.flatten(), widths.flatten(), *drawn.columns())  # [R, ...] each
+            pieces = zip(*(column.split(len(together) * size) for column in columns), strict=True)
+            groups.append((together, how, pieces))
+        for batch in images:
+            made: dict[int, Tensor] = {}
+            for together, how, pieces in groups:
+                offsets, heights, widths, *parameters = next(pieces)
+                rows = views_of(self.images.pixels, offsets, heights, widths, ViewParameters(*parameters), how)
+                made |= zip(together, rows.unflatten(0, (len(together), size)), strict=True)
+            yield batch, tuple(made[number] for number in range(len(views)))
 
     def _bad_of_each_batch(self, order: Tensor) -> dict[int, list[tuple[int, str]]]:
         """For the number of a batch what this process has to say about bad images in it."""

@@ -13,40 +13,44 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
 from co2.views.parameters import ViewRow
-from co2.views.specification import Augmentation
+from co2.views.view import View
 
+SOLARISED = 128
+"""The lowest level that solarisation inverts, of 255."""
 # In the order in which ViewParameters.jitter_order and .jitter_factors count them.
 _COLOUR_CHANGES = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
 
 
-def make_view(image: Tensor, row: ViewRow, augmentation: Augmentation) -> Tensor:
+def make_view(image: Tensor, row: ViewRow, view: View) -> Tensor:
     """One view, uint8 [3, S, S], of an image, uint8 [3, H, W]."""
-    side = [augmentation.size, augmentation.size]
-    view = F.resized_crop(image, *row.crop, size=side, interpolation=F.InterpolationMode.BILINEAR, antialias=True)
-    if row.grey and augmentation.grey_first:
-        view = F.rgb_to_grayscale(view, num_output_channels=3)
+    side = [view.size, view.size]
+    made = F.resized_crop(image, *row.crop, size=side, interpolation=F.InterpolationMode.BILINEAR, antialias=True)
+    if row.grey and view.grey_first:
+        made = F.rgb_to_grayscale(made, num_output_channels=3)
     if row.jitter:
-        view = _jitter(view, row, augmentation)
-    if row.grey and not augmentation.grey_first:
-        view = F.rgb_to_grayscale(view, num_output_channels=3)
+        made = _jitter(made, row, view)
+    if row.grey and not view.grey_first:
+        made = F.rgb_to_grayscale(made, num_output_channels=3)
     if row.blur and row.blur_sigma > 0:
-        view = _blur(view, row.blur_sigma, augmentation.blur_radius)
+        made = _blur(made, row.blur_sigma, view.blur_radius)
+    if row.solarise:
+        made = F.solarize(made, threshold=SOLARISED)
     if row.flip:
-        view = F.horizontal_flip(view)
-    return view
+        made = F.horizontal_flip(made)
+    return made
 
 
-def _jitter(view: Tensor, row: ViewRow, augmentation: Augmentation) -> Tensor:
+def _jitter(made: Tensor, row: ViewRow, view: View) -> Tensor:
     for change in row.jitter_order:
-        if augmentation.jitter[change] > 0:  # a strength of 0 switches a change off, as in torchvision's ColorJitter
-            view = _COLOUR_CHANGES[change](view, row.jitter_factors[change])
-    return view
+        if view.jitter[change] > 0:  # a strength of 0 switches a change off, as in torchvision's ColorJitter
+            made = _COLOUR_CHANGES[change](made, row.jitter_factors[change])
+    return made
 
 
-def _blur(view: Tensor, sigma: float, radius: int) -> Tensor:
+def _blur(made: Tensor, sigma: float, radius: int) -> Tensor:
     """A Gaussian blur along rows and then along columns: the same as in two dimensions, in a third of the time."""
     width = 2 * radius + 1
-    exact = F.gaussian_blur(view.float(), [width, 1], [sigma, sigma])
+    exact = F.gaussian_blur(made.float(), [width, 1], [sigma, sigma])
     exact = F.gaussian_blur(exact, [1, width], [sigma, sigma])
     return exact.round_().to(torch.uint8)
 
@@ -64,34 +68,32 @@ def plain_view(image: Tensor, size: int) -> Tensor:
     return F.center_crop(resized, [size, size])
 
 
-def normalise(views: Tensor, augmentation: Augmentation, dtype: torch.dtype = torch.float32) -> Tensor:
+def normalise(pictures: Tensor, view: View, dtype: torch.dtype = torch.float32) -> Tensor:
     """What the encoder is fed: (views / 255 - mean) / std of uint8 views [..., 3, S, S], on the device they are on."""
     exact = torch.promote_types(dtype, torch.float32)  # computed in float32 at least, rounded to bfloat16 once
-    scale, shift = _scale_and_shift(augmentation.mean, augmentation.std, exact, views.device)
-    return (views * scale + shift).to(dtype)
+    scale, shift = _scale_and_shift(view.mean, view.std, exact, pictures.device)
+    return (pictures * scale + shift).to(dtype)
 
 
-def normalise_for_convolutions(
-    views: Tensor, augmentation: Augmentation, precision: torch.dtype = torch.float32
-) -> Tensor:
+def normalise_for_convolutions(pictures: Tensor, view: View, precision: torch.dtype = torch.float32) -> Tensor:
     """The same of uint8 views [N, 3, S, S] in channels-last memory, as convolutions want it on either device.
 
     `precision` is a CPU's; on a GPU the first convolution would round everything to bfloat16 anyway.
     """
-    if views.is_cuda:
-        return normalise_for_gpu(views, augmentation)
-    return normalise(views, augmentation, precision).contiguous(memory_format=torch.channels_last)
+    if pictures.is_cuda:
+        return normalise_for_gpu(pictures, view)
+    return normalise(pictures, view, precision).contiguous(memory_format=torch.channels_last)
 
 
-def normalise_for_gpu(views: Tensor, augmentation: Augmentation) -> Tensor:
+def normalise_for_gpu(pictures: Tensor, view: View) -> Tensor:
     """That in bfloat16, by a kernel where there is Triton."""
     try:
         from co2.views.on_gpu import normalise_views
     except ImportError:  # no Triton on this machine: five times the bytes
-        return normalise(views, augmentation, torch.bfloat16).contiguous(memory_format=torch.channels_last)
-    scale = tuple(1 / (255 * std) for std in augmentation.std)
-    shift = tuple(-mean / std for mean, std in zip(augmentation.mean, augmentation.std, strict=True))
-    return normalise_views(views, scale, shift)
+        return normalise(pictures, view, torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    scale = tuple(1 / (255 * std) for std in view.std)
+    shift = tuple(-mean / std for mean, std in zip(view.mean, view.std, strict=True))
+    return normalise_views(pictures, scale, shift)
 
 
 @lru_cache(maxsize=16)  # so that a step copies nothing to the GPU and does not wait for it

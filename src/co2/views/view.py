@@ -1,4 +1,4 @@
-"""The augmentations of the methods, described as data.
+"""The views of the methods, described as data: a tuple of `View`, one for each view of an image.
 
 `co2.views.parameters` draws what is random about them, `co2.views.transform` carries them out on the CPU. Nothing here
 imports torch, so that the command line answers at once.
@@ -7,8 +7,10 @@ imports torch, so that the command line answers at once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 from co2.errors import UserError
 
@@ -16,9 +18,12 @@ VIEW_SIZES = range(4, 4097)  # side of a view in pixels; a larger one would fit 
 
 
 @dataclass(frozen=True)
-class Augmentation:
+class View:
     """How one view is made from an image. The fields stand in the order in which they are applied, but for
-    `grey_first`: crop, colour jitter, greyscale, blur, flip, normalise."""
+    `grey_first`: crop, colour jitter, greyscale, blur, solarisation, flip, normalise.
+
+    Whatever is random beside the crop has a field that ends in `_probability`; where all of these are 0, nothing
+    happens to an image but the crop (`crop_and_flip`)."""
 
     size: int = 224
     """Side of the square view, in pixels."""
@@ -41,6 +46,8 @@ class Augmentation:
     """How often a view is blurred."""
     blur_sigma: tuple[float, float] = (0.1, 2.0)
     """Smallest and largest standard deviation of the Gaussian blur, in pixels of the view."""
+    solarise_probability: float = 0.0
+    """How often a view is solarised: levels from 128 on, of 255, are inverted, as in a negative."""
     flip_probability: float = 0.5
     """How often a view is mirrored left to right."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
@@ -75,13 +82,13 @@ class Augmentation:
             raise UserError(f"views.jitter must not be negative, and hue at most 0.5; got {self.jitter}.")
         if not 0 <= self.blur_sigma[0] <= self.blur_sigma[1]:
             raise UserError(f"views.blur_sigma must be two numbers with 0 <= first <= second; got {self.blur_sigma}.")
-        for name in ("jitter_probability", "grey_probability", "blur_probability", "flip_probability"):
+        for name in _PROBABILITIES:
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"views.{name} is a probability between 0 and 1; got {getattr(self, name)}.")
         if min(self.std) <= 0:
             raise UserError(f"views.std must be positive; got {self.std}.")
 
-    def in_epoch(self, epoch: int, epochs: int) -> Augmentation:
+    def in_epoch(self, epoch: int, epochs: int) -> View:
         """How views are made in an epoch, counted from 0, of a run that has so many of them: the same but for the size.
 
         Blur is measured in pixels, and follows the size: the same view, smaller.
@@ -99,9 +106,37 @@ class Augmentation:
         return min(math.ceil(4 * self.blur_sigma[1]), self.size - 1)
 
 
-def moco_v1_views(size: int = 224) -> Augmentation:
+_PROBABILITIES = tuple(field.name for field in fields(View) if field.name.endswith("_probability"))
+
+
+def crop_and_flip(view: View) -> View:
+    """The same view of which nothing is random but its crop and on which side it is mirrored: for training on labels.
+
+    What is switched off is everything that has a probability, whatever is added to `View` later."""
+    off: dict[str, Any] = dict.fromkeys(set(_PROBABILITIES) - {"flip_probability"}, 0.0)
+    return replace(view, **off)
+
+
+def made_together(views: Sequence[View]) -> list[tuple[dict[int, View], View]]:
+    """Which views can be made at once, by their numbers, and a `View` that says how: those of one size that differ in
+    nothing but what is drawn for each of them. On a GPU that saves launches."""
+    groups: dict[object, dict[int, View]] = {}
+    for number, view in enumerate(views):
+        changes = tuple(strength > 0 for strength in view.jitter)
+        alike = (view.size, view.grey_first, changes, view.blur_radius)
+        groups.setdefault(alike, {})[number] = view
+    return [(group, _anything_of(list(group.values()))) for group in groups.values()]
+
+
+def _anything_of(views: list[View]) -> View:
+    """What happens to any of these may happen to this one; to which row it does is drawn."""
+    highest: dict[str, Any] = {name: max(getattr(view, name) for view in views) for name in _PROBABILITIES}
+    return replace(views[0], **highest)
+
+
+def moco_v1_views(size: int = 224) -> View:
     """MoCo v1 (He et al. 2020): the augmentation of InsDisc, grey before a colour jitter that is always applied."""
-    return Augmentation(
+    return View(
         size=size,
         jitter=(0.4, 0.4, 0.4, 0.4),
         jitter_probability=1.0,
@@ -110,17 +145,17 @@ def moco_v1_views(size: int = 224) -> Augmentation:
     )
 
 
-def moco_v2_views(size: int = 224) -> Augmentation:
+def moco_v2_views(size: int = 224) -> View:
     """MoCo v2 (Chen et al. 2020): weaker hue, jitter in four of five views, and blur in every second one."""
-    return Augmentation(size=size)
+    return View(size=size)
 
 
-def simclr_views(size: int = 224) -> Augmentation:
+def simclr_views(size: int = 224) -> View:
     """SimCLR (Chen et al. 2020, appendix A): crops from 8% of the area, colour strength 1."""
-    return Augmentation(size=size, crop_scale=(0.08, 1.0), jitter=(0.8, 0.8, 0.8, 0.2))
+    return View(size=size, crop_scale=(0.08, 1.0), jitter=(0.8, 0.8, 0.8, 0.2))
 
 
-def small_views(size: int = 32) -> Augmentation:
+def small_views(size: int = 32) -> View:
     """For images of 32 to 64 pixels, as in the MoCo authors' CIFAR-10 notebook: MoCo v2's without blur, and with crops
     from 8% of the area, torchvision's default."""
-    return Augmentation(size=size, crop_scale=(0.08, 1.0), blur_probability=0.0)
+    return View(size=size, crop_scale=(0.08, 1.0), blur_probability=0.0)

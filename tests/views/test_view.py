@@ -6,7 +6,7 @@ import math
 import pytest
 
 from co2.errors import UserError
-from co2.views.specification import Augmentation, moco_v1_views, moco_v2_views, simclr_views, small_views
+from co2.views.view import View, moco_v1_views, moco_v2_views, simclr_views, small_views
 
 
 def test_moco_v1_is_that_of_its_paper():
@@ -53,8 +53,8 @@ def test_a_run_is_divided_among_the_sizes_of_views_and_ends_with_the_last(earlie
 
 
 def test_blur_looks_no_further_than_the_view():
-    assert Augmentation(size=224, blur_sigma=(0.1, 2.0)).blur_radius == 8
-    assert Augmentation(size=4, blur_sigma=(0.1, 2.0)).blur_radius == 3
+    assert View(size=224, blur_sigma=(0.1, 2.0)).blur_radius == 8
+    assert View(size=4, blur_sigma=(0.1, 2.0)).blur_radius == 3
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_blur_looks_no_further_than_the_view():
 def test_nonsense_is_refused_by_name(wrong):
     (name,) = wrong
     with pytest.raises(UserError, match=rf"views\.{name}"):
-        Augmentation(**wrong)
+        View(**wrong)
