@@ -160,9 +160,10 @@ def loss_of(backend: str, positive: Tensor, negatives: Tensor) -> Callable[[Tens
 
     from co2.objective.contrast import contrast
     from co2.objective.reference import reference
+    from co2.objective.specification import Consistency
 
     def plain(query: Tensor) -> Tensor:
-        instance, consistency, _ = reference(query, positive, negatives, TAU, SIGMA, 0.0, None, False)
+        instance, consistency, _ = reference(query, positive, negatives, TAU, Consistency(temperature=SIGMA), 0.0, None)
         assert consistency is not None
         return (instance + consistency).mean()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from co2.errors import did_you_mean
 from co2.objective.reference import reference
-from co2.objective.specification import Backend, Precision
+from co2.objective.specification import Backend, Consistency, Precision
 
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "fused")
 PRECISIONS: tuple[Precision, ...] = ("fast", "full")
@@ -26,7 +26,7 @@ class Contrast(NamedTuple):
     """What a batch of queries scores against its positives and negatives, row by row."""
 
     instance: Tensor  # [B] L_ins: cross entropy of finding the positive among the K + 1 candidates
-    consistency: Tensor | None  # [B] L_con: symmetric KL of query's and positive's similarities to the negatives
+    consistency: Tensor | None  # [B] L_con: how far query's and positive's similarities to the negatives are apart
     rank: Tensor  # [B] int64: how many negatives score above the positive; 0 is a query that found its instance
 
 
@@ -40,6 +40,9 @@ def contrast(
     label_smoothing: float = 0.0,
     exclude: Tensor | None = None,
     detach_target: bool = False,
+    term: Consistency | None = None,
+    target: Tensor | None = None,
+    target_negatives: Tensor | None = None,
     backend: Backend = "auto",
     precision: Precision = "fast",
 ) -> Contrast:
@@ -50,11 +53,18 @@ def contrast(
         positive: [B, D] unit rows; row i is another view of the image of query i.
         negatives: [K, D] unit rows, shared by all queries.
         tau_instance: temperature of instance discrimination.
-        tau_consistency: temperature of the consistency term, or None to leave that term out.
+        tau_consistency: temperature of the paper's consistency term, or None to leave that term out. Not looked at
+            beside a `term`.
         label_smoothing: share of the instance target spread evenly over the positive and the negatives.
         exclude: [B, E] integers: columns of `negatives` that a row must not see (itself, say). An entry that is no
             column, such as -1, excludes nothing; naming a column twice is naming it once.
-        detach_target: pass no gradient through the positive's similarities in the consistency term.
+        detach_target: pass no gradient through the positive's similarities in the consistency term. Not looked at
+            beside a `term`.
+        term: the consistency term, where it is not the paper's at one temperature. `total` adds it up.
+        target: [B, F] unit rows whose similarities are the target of the consistency term, in place of the positives':
+            those of a weakly augmented view, or of another network.
+        target_negatives: [K, F] unit rows that the target is compared with, column by column the images of
+            `negatives`; by default these themselves.
         backend: "reference" (plain PyTorch), "fused" (Triton kernels that hold no [B, K] matrix), or "auto": fused on
             an NVIDIA GPU that can run it, the reference elsewhere.
         precision: how the fused kernels multiply matrices. "fast" rounds their operands to ten bits of mantissa, as
@@ -65,15 +75,50 @@ def contrast(
         `Contrast(instance, consistency, rank)`, each [B]. The losses are float32, or float64 for float64 inputs.
         A row whose columns are all excluded has nothing to be told apart from: both its losses are 0.
     """
-    _check(query, positive, negatives, tau_instance, tau_consistency, label_smoothing, exclude, backend, precision)
+    if term is None and tau_consistency is not None:
+        _check_temperature("tau_consistency", tau_consistency)
+        term = Consistency(temperature=tau_consistency, target_gradient=not detach_target)
+    _check(query, positive, negatives, tau_instance, label_smoothing, exclude, backend, precision)
+    _check_target(query, negatives, target, target_negatives)
     if DEBUG:
         _check_rows(query=query, positive=positive, negatives=negatives)
-    arguments = (query, positive, negatives, tau_instance, tau_consistency, label_smoothing, exclude, detach_target)
-    if _takes_fused(query, backend):
+    arguments = (query, positive, negatives, tau_instance, term, label_smoothing, exclude)
+    if _takes_fused(query, backend, why_not_streamed(term, target is not None)):
         from co2.objective.fused import fused
 
         return Contrast(*fused(*arguments, precision == "full"))
-    return Contrast(*reference(*arguments))
+    return Contrast(*reference(*arguments, target, target_negatives))
+
+
+def total(terms: Contrast, term: Consistency | None, weight: float | Tensor | None = None) -> Tensor:
+    """Both terms of each row as one loss: [B].
+
+    Args:
+        terms: what `contrast` found.
+        term: the consistency term it was asked for; None for the instance term alone.
+        weight: the term's weight at this point of the run, where it changes; by default `term.weight`.
+    """
+    if term is None or terms.consistency is None:
+        return terms.instance
+    weight = term.weight if weight is None else weight
+    if term.form == "soft-label":  # takes the place of the instance's own label as far as the weight says
+        return torch.lerp(terms.instance, terms.consistency, weight)
+    return terms.instance + weight * terms.consistency
+
+
+def why_not_streamed(term: Consistency | None, other_target: bool = False) -> str | None:
+    """Why a consistency term needs all similarities at once, [B, K], and has no fused kernel; or None."""
+    if term is None:
+        return None
+    if term.form != "symmetric-kl":
+        return f"the consistency term's form '{term.form}' has no kernel"
+    if term.sharpness != term.temperature:
+        return "prediction and target of the consistency term have two temperatures"
+    if term.centred:
+        return "the similarities of the consistency term are centred"
+    if other_target:
+        return "the target of the consistency term is not the positive"
+    return None
 
 
 def why_not_fused(query: Tensor) -> str | None:
@@ -85,10 +130,10 @@ def why_not_fused(query: Tensor) -> str | None:
     return obstacle(query)
 
 
-def _takes_fused(query: Tensor, backend: Backend) -> bool:
+def _takes_fused(query: Tensor, backend: Backend, why_not_streamed: str | None) -> bool:
     if backend == "reference" or (backend == "auto" and query.device.type != "cuda"):
         return False
-    why_not = why_not_fused(query)
+    why_not = why_not_fused(query) or why_not_streamed
     if why_not is None:
         return True
     if backend == "fused":
@@ -115,7 +160,8 @@ class CO2Loss(nn.Module):
         super().__init__()
         if not alpha >= 0:
             raise ValueError(f"alpha must be 0 or more; got {alpha}.")
-        _check_settings(tau_instance, tau_consistency, label_smoothing, backend, precision)
+        _check_settings(tau_instance, label_smoothing, backend, precision)
+        _check_temperature("tau_consistency", tau_consistency)
         self.alpha = alpha
         self.tau_instance = tau_instance
         self.tau_consistency = tau_consistency
@@ -145,12 +191,13 @@ class CO2Loss(nn.Module):
         return f"alpha={self.alpha}, tau_instance={self.tau_instance}, tau_consistency={self.tau_consistency}"
 
 
-def _check_settings(
-    tau_instance: float, tau_consistency: float | None, label_smoothing: float, backend: str, precision: str
-) -> None:
-    for name, tau in (("tau_instance", tau_instance), ("tau_consistency", tau_consistency)):
-        if tau is not None and not 0 < tau < float("inf"):
-            raise ValueError(f"{name} is a temperature and must be a number above 0; got {tau}.")
+def _check_temperature(name: str, tau: float) -> None:
+    if not 0 < tau < float("inf"):
+        raise ValueError(f"{name} is a temperature and must be a number above 0; got {tau}.")
+
+
+def _check_settings(tau_instance: float, label_smoothing: float, backend: str, precision: str) -> None:
+    _check_temperature("tau_instance", tau_instance)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must be in [0, 1); got {label_smoothing}.")
     if backend not in BACKENDS:
@@ -181,13 +228,12 @@ def _check(
     positive: Tensor,
     negatives: Tensor,
     tau_instance: float,
-    tau_consistency: float | None,
     label_smoothing: float,
     exclude: Tensor | None,
     backend: str,
     precision: str,
 ) -> None:
-    _check_settings(tau_instance, tau_consistency, label_smoothing, backend, precision)
+    _check_settings(tau_instance, label_smoothing, backend, precision)
     for name, tensor in (("query", query), ("positive", positive), ("negatives", negatives)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 2:
             shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -222,3 +268,18 @@ def _check(
             raise ValueError(f"exclude holds column numbers and must be int64 or int32; got {exclude.dtype}.")
         if exclude.device != query.device:
             raise ValueError(f"query is on {query.device} and exclude on {exclude.device}: move them to one device.")
+
+
+def _check_target(query: Tensor, negatives: Tensor, target: Tensor | None, target_negatives: Tensor | None) -> None:
+    if target is None:
+        if target_negatives is not None:
+            raise ValueError("target_negatives are what a target is compared with: give target too.")
+        return
+    width = (negatives if target_negatives is None else target_negatives).shape[1]
+    if target.shape != (len(query), width):
+        raise ValueError(f"target must be [B, F] = {[len(query), width]}; got {list(target.shape)}.")
+    if target_negatives is not None and len(target_negatives) != len(negatives):
+        raise ValueError(
+            f"target_negatives must have a row for each of the {len(negatives)} negatives; got "
+            f"{list(target_negatives.shape)}."
+        )

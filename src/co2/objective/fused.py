@@ -25,6 +25,7 @@ from co2.kernels.contrast import (
     merge_forward_kernel,
     prepare_kernel,
 )
+from co2.objective.specification import Consistency
 
 LOG2_E = math.log2(math.e)
 
@@ -417,17 +418,18 @@ def fused(
     positive: Tensor,  # [B, D]
     negatives: Tensor,  # [K, D]
     tau_instance: float,
-    tau_consistency: float | None,
+    term: Consistency | None,
     label_smoothing: float,
     exclude: Tensor | None,  # [B, E]
-    detach_target: bool,
     full: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """L_ins [B], L_con [B] (None without `tau_consistency`) and the positive's rank [B]. Inputs are already checked."""
+    """L_ins [B], L_con [B] (None without a `term`) and the positive's rank [B]. Inputs are already checked."""
+    tau_consistency = None if term is None else term.temperature
+    target = term is not None and term.target_gradient
     instance, consistency, rank = _Contrast.apply(
-        query, positive, negatives, exclude, tau_instance, tau_consistency, label_smoothing, full, not detach_target
+        query, positive, negatives, exclude, tau_instance, tau_consistency, label_smoothing, full, target
     )
-    return instance, None if tau_consistency is None else consistency, rank
+    return instance, None if term is None else consistency, rank
 
 
 def obstacle(query: Tensor) -> str | None:

@@ -5,8 +5,13 @@ Readable first. It holds a few [B, K] matrices, which `fused` does not; tests an
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from co2.objective.specification import Consistency
 
 
 def reference(
@@ -14,12 +19,13 @@ def reference(
     positive: Tensor,  # [B, D]
     negatives: Tensor,  # [K, D]
     tau_instance: float,
-    tau_consistency: float | None,
+    term: Consistency | None,
     label_smoothing: float,
     exclude: Tensor | None,  # [B, E]
-    detach_target: bool,
+    target: Tensor | None = None,  # [B, F]
+    target_negatives: Tensor | None = None,  # [K, F]
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """L_ins [B], L_con [B] (None without `tau_consistency`) and the positive's rank [B]. Inputs are already checked."""
+    """L_ins [B], L_con [B] (None without a `term`) and the positive's rank [B]. Inputs are already checked."""
     # Half-precision similarities divided by a small temperature are too coarse, so everything is at least float32.
     dtype = torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
@@ -39,21 +45,74 @@ def reference(
             instance = (1 - label_smoothing) * instance + label_smoothing * (z - even)
         above = a > s[:, None]  # [B, K]
         rank = (above if hidden is None else above & ~hidden).sum(dim=1)
-        if tau_consistency is None:
+        if term is None:
             return instance, None, rank
 
-        # Consistency: ½KL(P‖Q) + ½KL(Q‖P) over the negatives alone (paper, equations 2 to 4). Since log P − log Q is
-        # d up to a constant in each row, and P − Q sums to zero, it is ½ Σ (P − Q) d: the normalisers cancel.
-        b = positive @ negatives.T  # [B, K]
-        if detach_target:
-            b = b.detach()
-        d = (b - a) / tau_consistency  # [B, K]
-        if hidden is not None:
-            d = d.masked_fill(hidden, 0)
-        q = torch.softmax(_hide(a / tau_consistency, hidden), dim=1)  # [B, K]
-        p = torch.softmax(_hide(b / tau_consistency, hidden), dim=1)  # [B, K]
-        consistency = 0.5 * ((p - q) * d).sum(dim=1)  # [B]
-        return instance, consistency, rank
+        # The relations of query and target to the negatives, over the negatives alone (paper, equations 2 and 3).
+        target = positive if target is None else target.to(dtype)
+        target_negatives = negatives if target_negatives is None else target_negatives.to(dtype)
+        if not term.target_gradient:
+            target, target_negatives = target.detach(), target_negatives.detach()
+        b = _similarities(target, target_negatives, term.centred)  # [B, K]
+        if term.form == "soft-label":
+            p = torch.softmax(_hide(b / term.sharpness, hidden), dim=1)  # [B, K]
+            if hidden is not None:
+                p = p.masked_fill(hidden, 0)  # of a row that sees nothing
+            others = (p * (z[:, None] - logits)).sum(dim=1)  # [B] cross entropy with P
+            return instance, term.own_label * instance + (1 - term.own_label) * others, rank
+        if term.centred:
+            a = _similarities(query, negatives, centred=True)
+        return instance, divergence(a, b, term, hidden), rank
+
+
+def divergence(a: Tensor, b: Tensor, term: Consistency, hidden: Tensor | None = None) -> Tensor:
+    """How far the relation of similarities `a` [B, K] is from that of `b` [B, K], row by row: [B].
+
+    Every form is 0 where the two relations are the same and does not change when a number is added to a row.
+    """
+    sigma, sharpness = term.temperature, term.sharpness
+    # The scaled differences of the similarities; log P - log Q up to a number in each row.
+    d = (b - a) / sigma if sharpness == sigma else b / sharpness - a / sigma  # [B, K]
+    if hidden is not None:
+        d = d.masked_fill(hidden, 0)
+    if term.form == "mse-logits":
+        if hidden is None:
+            return d.var(dim=1, correction=0)
+        count = (~hidden).sum(dim=1).clamp_min(1)  # [B]
+        off = (d - (d.sum(dim=1) / count)[:, None]).masked_fill(hidden, 0)
+        return off.square().sum(dim=1) / count
+    if term.form == "symmetric-kl":
+        q = torch.softmax(_hide(a / sigma, hidden), dim=1)  # [B, K]
+        p = torch.softmax(_hide(b / sharpness, hidden), dim=1)  # [B, K]
+        # ½KL(P‖Q) + ½KL(Q‖P) (paper, equation 4): since P − Q sums to zero, the normalisers in log P − log Q cancel.
+        return 0.5 * ((p - q) * d).sum(dim=1)
+    log_q = F.log_softmax(_hide(a / sigma, hidden), dim=1)  # [B, K]
+    log_p = F.log_softmax(_hide(b / sharpness, hidden), dim=1)  # [B, K]
+    if term.form == "kl":
+        return _mean_ratio(log_p, log_q, hidden)
+    if term.form == "reverse-kl":
+        return _mean_ratio(log_q, log_p, hidden)
+    if term.form == "jsd":
+        log_middle = torch.logaddexp(log_p, log_q) - math.log(2)  # [B, K]
+        return 0.5 * (_mean_ratio(log_p, log_middle, hidden) + _mean_ratio(log_q, log_middle, hidden))
+    assert term.form == "mse"
+    return (log_p.exp() - log_q.exp()).square().sum(dim=1)
+
+
+def _mean_ratio(log_p: Tensor, log_q: Tensor, hidden: Tensor | None) -> Tensor:
+    """KL(P‖Q) of each row: [B]."""
+    ratio = log_p - log_q  # [B, K]
+    if hidden is not None:
+        ratio = ratio.masked_fill(hidden, 0)
+    return (log_p.exp() * ratio).sum(dim=1)
+
+
+def _similarities(rows: Tensor, negatives: Tensor, centred: bool) -> Tensor:
+    """Cosines of [B, F] and [K, F] unit rows, [B, K]; if `centred`, as seen from the mean of the negatives."""
+    if centred:
+        mean = negatives.detach().mean(dim=0)  # [F]
+        rows, negatives = F.normalize(rows - mean, dim=1), F.normalize(negatives - mean, dim=1)
+    return rows @ negatives.T
 
 
 def hidden_columns(exclude: Tensor | None, count: int) -> Tensor | None:
