@@ -130,7 +130,7 @@ def why_not_fused(query: Tensor) -> str | None:
     return obstacle(query)
 
 
-def _takes_fused(query: Tensor, backend: Backend, why_not_streamed: str | None) -> bool:
+def _takes_fused(query: Tensor, backend: Backend, why_not_streamed: str | None = None) -> bool:
     if backend == "reference" or (backend == "auto" and query.device.type != "cuda"):
         return False
     why_not = why_not_fused(query) or why_not_streamed

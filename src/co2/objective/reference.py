@@ -53,7 +53,7 @@ def reference(
         target_negatives = negatives if target_negatives is None else target_negatives.to(dtype)
         if not term.target_gradient:
             target, target_negatives = target.detach(), target_negatives.detach()
-        b = _similarities(target, target_negatives, term.centred)  # [B, K]
+        b = similarities(target, target_negatives, term.centred)  # [B, K]
         if term.form == "soft-label":
             p = torch.softmax(_hide(b / term.sharpness, hidden), dim=1)  # [B, K]
             if hidden is not None:
@@ -61,7 +61,7 @@ def reference(
             others = (p * (z[:, None] - logits)).sum(dim=1)  # [B] cross entropy with P
             return instance, term.own_label * instance + (1 - term.own_label) * others, rank
         if term.centred:
-            a = _similarities(query, negatives, centred=True)
+            a = similarities(query, negatives, centred=True)
         return instance, divergence(a, b, term, hidden), rank
 
 
@@ -107,7 +107,7 @@ def _mean_ratio(log_p: Tensor, log_q: Tensor, hidden: Tensor | None) -> Tensor:
     return (log_p.exp() * ratio).sum(dim=1)
 
 
-def _similarities(rows: Tensor, negatives: Tensor, centred: bool) -> Tensor:
+def similarities(rows: Tensor, negatives: Tensor, centred: bool) -> Tensor:
     """Cosines of [B, F] and [K, F] unit rows, [B, K]; if `centred`, as seen from the mean of the negatives."""
     if centred:
         mean = negatives.detach().mean(dim=0)  # [F]
