@@ -6,7 +6,6 @@ at the backbones they leave, and writes the page. It loads torch, which takes se
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -25,6 +24,7 @@ from rich.table import Table
 from co2 import recipes
 from co2.config import Experiment
 from co2.errors import UserError
+from co2.files import UnreadableFile, parse_json, read_text
 from co2.machine.device import cores
 from co2.report.gallery import Gallery, Picture
 from co2.report.page import Page, next_steps, write_page
@@ -101,10 +101,10 @@ class _Run:
         """The newest value of everything that the run has measured so far; `judged` is the epoch of the newest kNN."""
         values: dict[str, Any] = {}
         path = self.folder / METRICS
-        for line in path.read_text().splitlines() if path.is_file() else ():
+        for line in read_text(path, errors="replace").splitlines() if path.is_file() else ():
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
+                row = parse_json(line)
+            except UnreadableFile:
                 continue  # a line that is being written
             if row["kind"] != "advice":
                 values |= row
@@ -157,7 +157,9 @@ def _watch(runs: list[_Run], console: Console) -> None:
                 if run.process.poll() is not None and not run.seconds:
                     run.seconds = time.monotonic() - run.started
                     if run.process.returncode:
-                        raise UserError(f"{run.name} ended early:\n{run.log.read_text().strip()[-2000:]}")
+                        raise UserError(
+                            f"{run.name} ended early:\n{read_text(run.log, errors='replace').strip()[-2000:]}"
+                        )
             if console.is_terminal:
                 live.update(_progress_table(runs, values))
             else:

@@ -219,14 +219,15 @@ def remove_leftovers(path: str | Path) -> None:
 
 
 def open_to_append(path: str | Path) -> BinaryIO:
-    """A file, new or not, to whose end is written what is written; unbuffered, and never through a link.
+    """A file, new or not, to whose end is written what is written, and never through a link; see `open_own`."""
+    return open(open_own(path), "ab")
+
+
+def open_own(path: str | Path, access: int = os.O_WRONLY) -> int:
+    """The number of a file, new or not, that was opened to write to its end.
 
     Raises OSError, as opening a file does, and UserError where a link, a pipe or a device lies.
     """
-    return open(_open_own(path, os.O_WRONLY), "ab", buffering=0)
-
-
-def _open_own(path: str | Path, access: int) -> int:
     with suppress(FileNotFoundError):
         _check_own(os.lstat(path), path)  # before it is opened: opening a device may already do something
     flags = access | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -264,7 +265,7 @@ def locked(path: str | Path, *, wait: bool = False) -> Iterator[str]:
     """
     there = False
     while not there:
-        number = _open_own(path, os.O_RDWR)
+        number = open_own(path, os.O_RDWR)
         try:
             trouble = _take(number, wait)
             with suppress(FileNotFoundError):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from co2.bench.record import check_folder, provenance, show
+from co2.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -441,7 +442,7 @@ def main(arguments: list[str] | None = None) -> None:
     asked: dict[str, Any] = vars(parser.parse_args(arguments))
     record = asked.pop("plot")
     if record is not None:
-        plot(json.loads(record.read_text()), record.parent)
+        plot(read_json(record), record.parent)
         return
     settings: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 import unicodedata
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -14,11 +16,12 @@ import torch
 from co2.data.decode import EXTENSIONS, read_image, unreadable_is_bad
 from co2.data.source import ImageSource, printable
 from co2.errors import UserError
-from co2.files import read_bytes
+from co2.files import UnreadableFile, open_regular, read_bytes, read_text
 
 _EXTENSIONS = tuple(extension.encode() for extension in EXTENSIONS)
 EXTENSIONS_IN_WORDS = ", ".join(EXTENSIONS)
-_ENOUGH_TO_TELL = 1 << 16  # characters of a file, whether it is text
+_ENOUGH_TO_TELL = 1 << 16  # bytes of a file, whether it is text
+_MOST_LIST_BYTES, _MOST_LISTED = 256 * 2**20, 10_000_000  # larger collections are better packed
 
 
 class PackedPaths:
@@ -171,27 +174,29 @@ def list_source(path: str) -> FileSource:
     Paths are absolute or relative to the list's folder. Blank lines and lines that begin with '#' are left out.
     """
     try:
-        with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
-            text = file.read(_ENOUGH_TO_TELL)
-            text += "" if "\0" in text else file.read()  # an archive may be larger than memory
-    except OSError as error:
-        raise UserError(f"The list '{path}' cannot be read: {error.strerror}. Make it readable.") from None
-    if "\0" in text:
+        with open_regular(path, sys.maxsize) as file:
+            is_text = b"\0" not in file.read(_ENOUGH_TO_TELL)  # an archive may be larger than memory
+        text = read_text(path, _MOST_LIST_BYTES, errors="surrogateescape") if is_text else ""
+    except UnreadableFile as error:
+        raise UserError(f"The list '{path}' cannot be read: {error}. Make it readable, or give a folder.") from None
+    if not is_text or "\0" in text:
         raise UserError(
             f"'{path}' is neither a folder nor a text file that lists images. "
             "Give a folder of images, or a text file with one path on each line; unpack an archive first."
         )
     paths: list[bytes] = []
     words: list[str | None] = []
-    numbers: list[int] = []  # where each image stands in the file, to speak about it
-    for number, line in enumerate(text.split("\n"), start=1):
-        entry = line.strip()
+    missing = 0  # the first line without a label
+    for found in re.finditer(".+", text):
+        entry = found[0].strip()
         if not entry or entry.startswith("#"):
             continue
+        if len(paths) == _MOST_LISTED:
+            raise UserError(f"'{path}' lists more than {_MOST_LISTED:,} images. Give the folder that they are in.")
         image, tab, label = entry.partition("\t")
         paths.append(os.fsencode(image.strip()))
         words.append(label.strip() if tab else None)
-        numbers.append(number)
+        missing = missing if tab or missing else text.count("\n", 0, found.start()) + 1
     if not paths:
         raise UserError(f"The list '{path}' names no images. Write one path on each line.")
     root = os.path.dirname(os.path.abspath(path))
@@ -199,7 +204,6 @@ def list_source(path: str) -> FileSource:
     if not labelled:
         return FileSource(path, root, paths)
     if len(labelled) < len(words):
-        missing = numbers[words.index(None)]
         raise UserError(
             f"Line {missing} of '{path}' has no label, but others have. "
             "Put a tab and a label on every line, or on none."

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,7 @@ from co2.data.packed import (
 from co2.data.plain_jpeg import plain_frame
 from co2.data.source import BadImage, ImageSource, Progress, in_words, printable
 from co2.errors import RunError, UserError
-from co2.files import remove_leftovers, unfinished
+from co2.files import open_own, open_regular, remove_leftovers, unfinished
 from co2.machine.device import cores
 from co2.machine.workers import WorkerLost, in_parts, results_of
 
@@ -239,7 +240,7 @@ class _Growing:
     number: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self.number = open_own(self.path)
         if os.fstat(self.number).st_size < self.length:
             os.close(self.number)
             raise UserError(f"'{printable(self.path)}' was cut off. Delete the unfinished pack, and begin again.")
@@ -358,7 +359,7 @@ def _finish(folder: str, splits: dict[str, ImageSource], made_of: dict[str, Any]
 
 def _checksum(path: str) -> int:
     checksum = 0
-    with open(path, "rb") as file:
+    with open_regular(path, sys.maxsize) as file:
         while part := file.read(1 << 20):
             checksum = zlib.crc32(part, checksum)
     return checksum

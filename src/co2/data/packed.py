@@ -17,11 +17,11 @@ the images. An image's own checksum is compared whenever it is read; `verify_pac
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import stat
 import struct
+import sys
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,7 +44,7 @@ from co2.data.source import (
 )
 from co2.data.tar_index import MOST_CLASSES
 from co2.errors import UserError
-from co2.files import MOST_BYTES
+from co2.files import MOST_BYTES, MissingFile, UnreadableFile, open_regular, parse_json, read_bytes
 
 MANIFEST = "co2-pack.json"
 UNFINISHED = "co2-pack.unfinished.json"
@@ -67,7 +67,7 @@ RECORDS = np.dtype(
 LONGEST_SIDE = 65_500  # of a JPEG, as libjpeg writes them
 
 
-_MOST_MANIFEST_BYTES = 256 * 2**20
+_MOST_MANIFEST_BYTES = 32 * 2**20
 _LONGEST_NAME = 1 << 16
 _AGAIN = "Copy the pack again, or make it anew with `co2 data pack`."
 
@@ -147,13 +147,10 @@ class _Mapped:
     """A file in memory. It is read at given places, so forked processes and threads can share it."""
 
     def __init__(self, file: Stamped) -> None:
-        number = os.open(file[0], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if _stamp(file[0], os.fstat(number)) != file:
+        with open_regular(file[0], sys.maxsize) as opened:
+            if _stamp(file[0], os.fstat(opened.fileno())) != file:
                 raise BadImage("the pack has changed since it was opened")
-            self.memory = mmap.mmap(number, file[1], access=mmap.ACCESS_READ)
-        finally:
-            os.close(number)
+            self.memory = mmap.mmap(opened.fileno(), file[1], access=mmap.ACCESS_READ)
 
     def read(self, start: int, end: int) -> bytes:
         # To touch memory of a file that was cut off meanwhile would end the process, so look first.
@@ -171,10 +168,8 @@ def _read(file: Stamped, start: int, end: int) -> bytes:
     """The bytes from `start` to `end`. Raises BadImage, and nothing else."""
     try:
         return _map(file).read(start, end)
-    except FileNotFoundError:
+    except MissingFile:
         raise BadImage("the pack does not exist any more") from None
-    except PermissionError:
-        raise BadImage("no permission to read the pack") from None
     except (OSError, ValueError) as error:
         raise BadImage(f"the pack cannot be read ({in_words(error)})") from None
 
@@ -257,14 +252,12 @@ def read_manifest(folder: str) -> dict[str, Any]:
 def read_json(path: str) -> object:
     """What is in a JSON file, or None if it is none."""
     try:
-        information = os.stat(path)
-        if not stat.S_ISREG(information.st_mode) or information.st_size > _MOST_MANIFEST_BYTES:
-            return None
-        with open(path, "rb") as file:
-            return json.load(file)
-    except OSError as error:
-        raise UserError(f"'{printable(path)}' cannot be read: {in_words(error)}.") from None
-    except (ValueError, RecursionError):
+        data = read_bytes(path, _MOST_MANIFEST_BYTES)
+    except UnreadableFile as error:
+        raise UserError(f"'{printable(path)}' cannot be read: {error}. Repair it, or name a new folder.") from None
+    try:
+        return parse_json(data)
+    except UnreadableFile:
         return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
@@ -13,7 +14,7 @@ from typing import Any
 from co2.data.source import BadImage, in_words, printable
 from co2.data.tar_index import TarIndex, build_index, index_from_bytes, index_to_bytes
 from co2.errors import UserError
-from co2.files import MissingFile, UnreadableFile, open_regular, read_bytes
+from co2.files import WRITING, MissingFile, UnreadableFile, open_regular, read_bytes
 
 Stamp = tuple[int, str]
 """The length of a file, and something that changes when the file does."""
@@ -30,9 +31,10 @@ class _Handle:
     the last of them has let go of it."""
 
     def __init__(self, path: str, length: int) -> None:
-        self.number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-        if os.fstat(self.number).st_size != length:
-            raise BadImage("the shard has changed since it was indexed")
+        with open_regular(path, sys.maxsize) as file:
+            if os.fstat(file.fileno()).st_size != length:
+                raise BadImage("the shard has changed since it was indexed")
+            self.number = os.dup(file.fileno())
 
     def __del__(self) -> None:
         if hasattr(self, "number"):
@@ -63,10 +65,8 @@ def read_range(path: str, stamp: Stamp, offset: int, size: int) -> bytes:
         return b"".join(parts)
     except BadImage:
         raise
-    except FileNotFoundError:
+    except (FileNotFoundError, MissingFile):
         raise BadImage("the shard does not exist") from None
-    except PermissionError:
-        raise BadImage("no permission to read the shard") from None
     except Exception as error:  # every kind of storage has errors of its own
         _open_shard.cache_clear()  # a mount that went away and came back has other handles
         raise BadImage(f"the shard cannot be read ({in_words(error)})") from None
@@ -194,8 +194,8 @@ def _keep(place: str, data: bytes) -> bool:
     folder = os.path.dirname(place)
     try:
         os.makedirs(folder, exist_ok=True)
-        # A name of its own: several processes may be at it at once.
-        number, temporary = tempfile.mkstemp(prefix=".", suffix=".writing", dir=folder)
+        # A name of its own: several processes may be at it at once. Not brought to the disk: it can be made anew.
+        number, temporary = tempfile.mkstemp(prefix=".", suffix=WRITING, dir=folder)
     except OSError:
         return False
     try:

@@ -14,7 +14,6 @@ fetched unless the user gives such an address, and commands in place of names (`
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -28,12 +27,12 @@ from co2.data.packed import read_json
 from co2.data.shard_storage import index_of, is_remote, read_beginning, read_range, remote_folder, remote_glob
 from co2.data.source import HELD_OUT, BadImage, ImageSource, Parts, choose_held_out, printable
 from co2.errors import UserError
-from co2.files import MOST_BYTES
+from co2.files import MOST_BYTES, parse_json
 
 CLASSES_FILE = "classes.json"
 MANIFEST = "shards.json"  # what `co2 data shard` has made the shards of, and whether all are there
 _MOST_SHARDS = 1_000_000
-_MOST_CLASSES_BYTES = 64 * 2**20
+_MOST_CLASSES_BYTES = 32 * 2**20
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _CHOICE = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
@@ -180,12 +179,12 @@ def _name_classes(sources: Sequence[ShardSource], folder: str) -> None:
     path = f"{folder}/{CLASSES_FILE}" if is_remote(folder) else os.path.join(folder, CLASSES_FILE)
     try:
         text = read_beginning(path, _MOST_CLASSES_BYTES)
-        names = json.loads(text)
+        names = parse_json(text)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError("no list of names")
     except FileNotFoundError:
         names = [str(number) for number in range(max((len(source.classes) for source in labelled), default=0))]
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         raise UserError(
             f"'{printable(path)}' is not a list of class names in JSON. Repair it, or take it away: then the classes "
             "are called by their numbers."

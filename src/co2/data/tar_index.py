@@ -24,6 +24,7 @@ import numpy as np
 from co2.data.decode import EXTENSIONS
 from co2.data.folder import PackedPaths
 from co2.data.source import printable
+from co2.files import parse_json
 
 Read = Callable[[int, int], bytes]
 """Called with an offset and a size; returns the bytes there, fewer at the end of the file."""
@@ -257,10 +258,10 @@ def index_from_bytes(data: bytes, length: int, stamp: str) -> TarIndex | None:
     """The index that `index_to_bytes` wrote; None if it is about another state of the tar file, or no sound index."""
     try:
         end = data.index(b"\n", 0, _LONGEST_HEAD)
-        head, body = json.loads(data[:end]), data[end + 1 :]
+        head, body = parse_json(data[:end]), data[end + 1 :]
         told = {name: head[name] for name in ("format", "version", "length", "stamp", "checksum")}
         count, damage = head["images"], head["damage"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         return None
     expected = {"format": "co2 tar index", "version": _VERSION, "length": length, "stamp": stamp}
     if told != expected | {"checksum": zlib.crc32(body)} or type(count) is not int or not 0 <= 32 * count <= len(body):

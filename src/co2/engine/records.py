@@ -16,7 +16,18 @@ from co2.checkpoint import BACKBONE, CONFIG, remove_unfinished
 from co2.config import Experiment, differences
 from co2.data.source import ImageSource
 from co2.errors import RunError, UserError
-from co2.files import TakenError, locked, remove_leftovers, unfinished, write_atomically
+from co2.files import (
+    MissingFile,
+    TakenError,
+    UnreadableFile,
+    locked,
+    open_to_append,
+    parse_json,
+    read_text,
+    remove_leftovers,
+    unfinished,
+    write_atomically,
+)
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -115,7 +126,7 @@ class Records:
             (run / BAD_IMAGES).unlink()
         # Seconds of work go on from where the last line that is kept stands.
         self._began = time.monotonic() - _drop_after(run / METRICS, first_step)
-        self._metrics = open(run / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
+        self._metrics = open_to_append(run / METRICS)
         self._first_step = first_step
         self._events: SummaryWriter | None = None
 
@@ -126,7 +137,7 @@ class Records:
         seconds = round(time.monotonic() - self._began, 2)
         row = {"kind": kind, "step": step, "epoch": round(epoch, 4), "seconds": seconds, **finite}
         os.stat(self.run)  # fails if the folder has gone, where writing to open files in it does not
-        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.write((json.dumps(row) + "\n").encode())
         self._metrics.flush()
         for name, value in values.items():
             if not isinstance(value, str):
@@ -138,9 +149,8 @@ class Records:
         new = {name: reason for name, reason in named.items() if name not in self.bad}
         if new:
             self.bad |= new.keys()
-            with open(self.run / BAD_IMAGES, "a", encoding="utf-8") as file:
-                for name, reason in new.items():
-                    file.write(f"{name}\t{reason}\n")
+            with open_to_append(self.run / BAD_IMAGES) as file:
+                file.write("".join(f"{name}\t{reason}\n" for name, reason in new.items()).encode())
         return len(new)
 
     def close(self) -> None:
@@ -177,43 +187,47 @@ def _drop_after(path: Path, step: int) -> float:
 
     Returns the seconds of work at the last line that stays.
     """
-    if not path.is_file():
-        return 0.0
     kept = []
     seconds = 0.0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    text = _text(path)
+    for line in text.splitlines():
         row = _row(line)
         if row is not None and step > 0 and row["step"] <= step:
             kept.append(line + "\n")
             seconds = row.get("seconds", seconds)
-    write_atomically(path, "".join(kept).encode())
+    if text:
+        write_atomically(path, "".join(kept).encode())
     return seconds
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
     """What a run has written into metrics.jsonl so far."""
+    return [row for row in map(_row, _text(run / METRICS).splitlines()) if row is not None]
+
+
+def _text(path: Path) -> str:
+    """What stands in a file of the run folder, nothing if there is none."""
     try:
-        lines = (run / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    return [row for row in map(_row, lines) if row is not None]
+        return read_text(path, errors="replace")
+    except MissingFile:
+        return ""
+    except UnreadableFile as error:
+        raise UserError(f"{path} cannot be read: {error}. Move it out of the run folder to go on without it.") from None
 
 
 def _row(line: str) -> dict[str, Any] | None:
     """What `Records.write` wrote; None of the unfinished last line of a killed run, or what somebody else has added."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
         sound = math.isfinite(row["step"]) and math.isfinite(row.get("seconds", 0)) and isinstance(row["kind"], str)
         return row if sound else None
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         return None
 
 
 def _names_in_order(path: Path) -> set[str]:
     """The names in a list of bad images, which is put in order: a whole line for each image."""
-    if not path.is_file():
-        return set()
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = _text(path)
     reasons: dict[str, str] = {}
     for line in text.split("\n")[:-1]:  # after the last line end there is at most a piece of a line
         name, tab, reason = line.partition("\t")

@@ -21,6 +21,7 @@ import tyro
 
 from co2.errors import RunError, UserError
 from co2.evaluation.presets import AFTER_STEPS, ALL, PROTOCOLS, Preset, check_given, protocol_called, settings_of
+from co2.files import read_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -250,7 +251,7 @@ class _Records:
         if not self.single_file:
             return set()
         try:
-            content = json.loads(self.out.read_text(encoding="utf-8"))
+            content = read_json(self.out)
             return {str(one["protocol"]) for one in (content if isinstance(content, list) else [content])}
         except (OSError, ValueError, LookupError, TypeError):
             return set()  # nothing, or nothing of ours
@@ -285,7 +286,7 @@ class _Records:
             words.insert(1, evaluation.preset)
         plain = self.out / f"{'-'.join(words)}.json"
         try:
-            there = json.loads(plain.read_text(encoding="utf-8"))
+            there = read_json(plain)
             known = {name: there[name] for name in ("subject", "data", "settings")}
             steps = there["details"].get(AFTER_STEPS)
         except (OSError, ValueError, LookupError, TypeError, AttributeError):

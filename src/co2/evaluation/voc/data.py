@@ -35,6 +35,7 @@ from co2.data.decode import EXTENSIONS, MOST_PIXELS, upright_size
 from co2.data.folder import FileSource
 from co2.data.source import BadImage, in_words, printable
 from co2.errors import UserError, did_you_mean
+from co2.files import MissingFile, UnreadableFile, read_bytes, read_text
 
 T = TypeVar("T")
 VOC_CLASSES = (
@@ -226,14 +227,14 @@ def _listed(folder: str, part: str, task: str) -> list[_Place]:
         files = [os.path.join(lists, f"{name}.txt") for name in ("train_aug", "trainaug")]
         file, masks = next((one for one in files if os.path.isfile(one)), files[0]), "SegmentationClassAug"
     try:
-        with open(file, encoding="utf-8", errors="surrogateescape") as lines:
-            names = [_plain_name(line.split()[0]) for line in lines if line.strip()]
-    except FileNotFoundError:
+        lines = read_text(file, errors="surrogateescape").split("\n")
+        names = [_plain_name(line.split()[0]) for line in lines if line.strip()]
+    except MissingFile:
         there = sorted(name[:-4] for name in os.listdir(lists) if name.endswith(".txt")) if os.path.isdir(lists) else []
         hint = did_you_mean(part, there) or (f" It has {', '.join(there[:8])}." if there else "")
         raise UserError(f"'{file}' is missing: it should list the names of the images of {part}.{hint}") from None
-    except OSError as error:
-        raise UserError(f"'{file}' cannot be read: {error.strerror}.") from None
+    except UnreadableFile as error:
+        raise UserError(f"'{file}' cannot be read: {error}.") from None
     if not names:
         raise UserError(f"'{file}' lists no images.")
     if task == "Segmentation" and not os.path.isdir(os.path.join(folder, masks)):
@@ -311,12 +312,9 @@ def _things(path: str) -> list[_Thing]:
 def _understood(path: str, read: Callable[[ElementTree.Element], T]) -> list[T]:
     """What `read` makes of each object in an annotation."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MOST_XML_BYTES + 1)
-        if len(data) > _MOST_XML_BYTES:
-            raise ValueError(f"it is larger than {_MOST_XML_BYTES // 2**20} MiB")
+        data = read_bytes(path, _MOST_XML_BYTES)
         return [read(element) for element in _parse_without_declarations(data).findall("object")]
-    except (OSError, ValueError, expat.ExpatError) as error:
+    except (LookupError, ValueError, expat.ExpatError) as error:  # an encoding that nobody knows is a LookupError
         raise UserError(f"The annotation '{printable(path)}' is not understood: {in_words(error)}.") from None
 
 
