@@ -75,7 +75,12 @@ def test_specifications_import_nothing_heavy(path):
 
 
 def _all_imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    """What is imported with a module. What stands under TYPE_CHECKING is not: nobody but type checkers reads it."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body.clear()
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             yield node.module or ""
         elif isinstance(node, ast.Import):

@@ -17,7 +17,7 @@ from co2.errors import UserError, did_you_mean
 from co2.machine.device import check_workers
 from co2.networks.specification import EncoderSpecification
 from co2.objective.specification import NegativesSpecification, ObjectiveSpecification
-from co2.views.view import View
+from co2.views.view import Then, View
 
 # What may change between a run and its continuation: where it stands and what it runs on, not what it is. The precision
 # is part of how the work is done, but half a run in each would be neither.
@@ -181,8 +181,8 @@ def refuse_idle(experiment: Experiment, recipe: Experiment) -> None:
 
 def _idle(experiment: Experiment) -> dict[str, str]:
     """Settings that nothing looks at, as the others are, by their dotted names; and how a sentence about them ends."""
-    views, negatives = experiment.views, experiment.negatives
-    objective, optimisation, execution = experiment.objective, experiment.optimisation, experiment.execution
+    negatives, objective = experiment.negatives, experiment.objective
+    optimisation, execution = experiment.optimisation, experiment.execution
     idle: dict[str, str] = {}
     if optimisation.schedule == "cosine":
         why = "on a cosine schedule, which has no steps. Give --optimisation.schedule step too, or leave it out."
@@ -192,14 +192,7 @@ def _idle(experiment: Experiment) -> dict[str, str]:
     if optimisation.learning_rate is not None:
         why = "beside --optimisation.learning-rate, which is taken as it is. Leave one of them out."
         idle |= {"optimisation.base_learning_rate": why, "optimisation.base_batch_size": why}
-    if views.blur_probability == 0:
-        idle["views.blur_sigma"] = "where no view is blurred. Give --views.blur-probability too."
-    if views.jitter_probability == 0:
-        idle["views.jitter"] = "where no view has its colours changed. Give --views.jitter-probability too."
-    if not any(views.jitter):
-        idle["views.jitter_probability"] = "without a strength of the changes. Give --views.jitter too."
-    if views.grey_probability == 0:
-        idle["views.grey_first"] = "where no view is grey. Give --views.grey-probability too, or leave it out."
+    idle |= {f"views.{name}": why for name, why in experiment.views.idle("--views").items()}
     if negatives.source == "in-batch":
         why = "with in-batch negatives, which are the other images of the batch. Leave it out."
         idle |= {"negatives.size": why, "negatives.momentum": why}
@@ -256,7 +249,7 @@ def _wanted(hint: Any) -> str:
     if kind is Literal:
         return f"one of {', '.join(inner)}"
     if kind in (Union, UnionType):
-        return " or ".join(map(_wanted, inner))
+        return " or ".join(_wanted(one) for one in inner if one is not Then)
     if kind is tuple:
         count = "" if inner[-1] is ... else f" of {len(inner)}"
         return f"a list{count}, each {_wanted(inner[0])}"

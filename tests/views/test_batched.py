@@ -47,10 +47,13 @@ def one_by_one(images, parameters, augmentation):
 @pytest.mark.parametrize("recipe", [small_views, moco_v1_views, moco_v2_views, simclr_views])
 @pytest.mark.parametrize(
     ("size", "height", "width"),
-    [(32, 32, 32), (32, 28, 31), (33, 33, 33), (32, 90, 61), (7, 40, 40), (64, 64, 64), (LARGEST_SIZE, 80, 96)],
+    [
+        *[(32, 32, 32), (32, 28, 31), (33, 33, 33), (32, 90, 61), (7, 40, 40), (64, 64, 64), (LARGEST_SIZE, 80, 96)],
+        (LARGEST_SIZE + 1, 80, 96),
+    ],
 )
 def test_all_together(recipe, size, height, width):
-    augmentation = recipe(size)
+    augmentation = dataclasses.replace(recipe(size), solarise_probability=0.4)
     images = pictures(60, height, width)
     parameters = parameters_of(images, augmentation)
     made = make_views(images, parameters, augmentation)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hostile import CORPUS
 from inputs import (
+    ASYMMETRIC,
     AUGMENTATION,
     CPU,
     KINDS,
@@ -21,6 +22,7 @@ from inputs import (
     folder_of,
     jpeg,
     png,
+    several,
     told,
     view_loader,
 )
@@ -60,7 +62,7 @@ def _no_thread_is_left():
 
 
 def jpeg_views(source, batch_size=8, seed=0, views=2, device=CPU, **others):
-    return JpegViews(source, (AUGMENTATION,) * views, batch_size=batch_size, seed=seed, device=device, **others)
+    return JpegViews(source, several(views), batch_size=batch_size, seed=seed, device=device, **others)
 
 
 # Batches.
@@ -68,13 +70,13 @@ def jpeg_views(source, batch_size=8, seed=0, views=2, device=CPU, **others):
 
 @pytest.mark.parametrize(
     "how",
-    [{"workers": 0}, {"workers": 1}, {"workers": 2}],
-    ids=str,
+    [{"workers": 0}, {"workers": 1}, {"workers": 2}, {"views": ASYMMETRIC}],
+    ids=["0 workers", "1 worker", "2 workers", "asymmetric"],
 )
 def test_batches_are_those_of_the_view_loader(tmp_path, how, monkeypatch):
     monkeypatch.setattr(jpeg_stream, "READ_AT_ONCE", 3)  # so that the files of a batch come in three parts
     source = folder_of(tmp_path / "images", 45, bad=(0, 17, 18, 40))
-    ours, theirs = jpeg_views(source, seed=5, **how), view_loader(source, seed=5)
+    ours, theirs = jpeg_views(source, seed=5, **how), view_loader(source, seed=5, views=how.get("views", 2))
     assert ours.batches_per_epoch == theirs.batches_per_epoch == 6
     for epoch, first in ((0, 0), (1, 3), (7, 5), (7, 6)):
         assert_same_batches(list(ours.epoch(epoch, first)), list(theirs.epoch(epoch, first)))
@@ -307,13 +309,19 @@ CUDA = torch.device("cuda")
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("kind", "levels"),
-    [(lambda p: jpeg(p.convert("L")), 4), (lambda p: jpeg(p, subsampling=0), 6), (jpeg, 32), (png, 2)],
+    ("kind", "levels", "views"),
+    [
+        (lambda p: jpeg(p.convert("L")), 4, 2),
+        (lambda p: jpeg(p, subsampling=0), 6, 2),
+        (jpeg, 32, 2),
+        (png, 2, 2),
+        (png, 2, ASYMMETRIC),
+    ],
 )
-def test_on_a_gpu_views_are_nearly_those_of_the_cpu(tmp_path, kind, levels):
+def test_on_a_gpu_views_are_nearly_those_of_the_cpu(tmp_path, kind, levels, views):
     """Smooth pictures: colours at half the resolution, which the two decoders enlarge differently, are the worst."""
     source = folder_of(tmp_path / "images", 45, bad=(4,), kinds=(kind,))
-    ours, theirs = jpeg_views(source, device=CUDA), view_loader(source)
+    ours, theirs = jpeg_views(source, device=CUDA, views=views), view_loader(source, views=views)
     for epoch in (0, 1):
         batches = list(ours.epoch(epoch))
         assert all(view.is_cuda for batch in batches for view in batch.views)

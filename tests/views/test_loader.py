@@ -9,11 +9,12 @@ import signal
 import numpy as np
 import pytest
 import torch
+from inputs import ASYMMETRIC
 
 from co2.data.source import BadImage, ImageSource
 from co2.errors import UserError
 from co2.machine import workers as workers_module
-from co2.philox import Stream, permutation
+from co2.philox import Stream, permutation, uniforms
 from co2.views import loader as loader_module
 from co2.views.batched import LARGEST_SIZE
 from co2.views.loader import ViewLoader, plain_batches
@@ -313,3 +314,55 @@ class Mistaken(Pictures):
 def test_a_users_mistake_is_told_as_it_is(workers):
     assert what_is_told(loader(Mistaken(20), workers).epoch(0)) == "Install the missing package."
     assert what_is_told(plain_batches(Mistaken(20), 16, 8, workers)) == "Install the missing package."
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_views_may_differ_in_size_and_in_everything_else(workers):
+    """Each is what it would be alone under its number; and what follows one follows it wherever it is made."""
+    source = Pictures(20, bad=[3])
+    ours = ViewLoader(source, ASYMMETRIC, batch_size=8, seed=5, workers=workers)
+    solarised = 0
+    for batch in ours.epoch(4):
+        assert [tuple(view.shape[1:]) for view in batch.views] == [
+            *[(3, 16, 16)] * 3,
+            (2, 3, 10, 10),
+            (3, 100, 100),
+        ]
+        for place, index in enumerate(batch.indices.tolist()):
+            image = source.image(index)
+            height, width = (torch.tensor([side]) for side in image.shape[-2:])
+            for number, view in enumerate(ASYMMETRIC):
+                (row,) = draw(view, 5, 4, torch.tensor([index]), number, height, width).rows()
+                expected = make_view(image, row, view)
+                solarised += row.solarise
+                if view.then is None:
+                    assert torch.equal(batch.views[number][place], expected)
+                else:
+                    turn = int(4 * uniforms(5, 4, torch.tensor([index]), number, 65)[0, 64])
+                    assert batch.made[number]["turn"][place] == turn
+                    assert torch.equal(batch.views[number][place, 0], expected.rot90(turn, (1, 2)))
+                    assert torch.equal(batch.views[number][place, 1], expected)
+        assert [list(drawn) for drawn in batch.made] == [[], [], [], ["turn"], []]
+    assert 19 + 2 <= solarised < 3 * 19  # all of one view, about half of two others
+
+
+def test_nothing_is_said_of_what_follows_where_nothing_does():
+    assert all(batch.made == () for batch in loader(Pictures(20)).epoch(0))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_views_that_differ_grow_together(workers):
+    growing = tuple(dataclasses.replace(view, earlier_sizes=(view.size // 2,)) for view in ASYMMETRIC)
+    ours, source = ViewLoader(Pictures(20), growing, batch_size=8, seed=0, workers=workers), Pictures(20)
+    for epoch, scale in ((0, 2), (1, 1)):
+        views = tuple(view.in_epoch(epoch, 2) for view in growing)
+        (batch, *_) = ours.epoch(epoch, views=views)
+        assert [view.shape[-1] for view in batch.views] == [view.size // scale for view in ASYMMETRIC]
+        assert_same_batches([batch], list(ViewLoader(source, views, batch_size=8, seed=0).epoch(epoch))[:1])
+
+
+def test_every_tensor_of_a_batch_can_be_changed():
+    (batch, *_) = ViewLoader(Pictures(20), ASYMMETRIC, batch_size=8, seed=0).epoch(0)
+    moved = batch.each(lambda tensor: tensor.to("meta"))
+    assert {tensor.device.type for tensor in (moved.indices, *moved.views, moved.made[3]["turn"])} == {"meta"}
+    assert (moved.bad, moved.total) == (batch.bad, batch.total)

@@ -27,7 +27,7 @@ from co2.views import on_gpu
 from co2.views.on_gpu import Pictures, make_views
 from co2.views.parameters import ViewParameters, ViewRow, draw
 from co2.views.transform import make_view, normalise, normalise_for_gpu
-from co2.views.view import View, moco_v1_views, moco_v2_views, simclr_views, small_views
+from co2.views.view import View, made_together, moco_v1_views, moco_v2_views, simclr_views, small_views
 
 INTERPRETED = not isinstance(on_gpu._crop_kernel, triton.runtime.JITFunction)
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -227,6 +227,48 @@ def test_blur(size: int, sigma: float) -> None:
     assert found[2].double().var() < found[3].double().var()
 
 
+@pytest.mark.parametrize("blur", [False, True])
+@pytest.mark.parametrize("size", [16, 37])
+def test_solarisation(size: int, blur: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels invert exactly what they make without it, blurred rows and others, in tiles and whole."""
+    rows = [NOTHING._replace(blur=blur and row % 2 == 0, flip=row > 1) for row in range(4)]
+    solarised = [row._replace(solarise=place != 1) for place, row in enumerate(rows)]
+    pictures = in_one_buffer([picture(26, 24)], [0] * 4)
+    view = only(size=size, blur_probability=0.5 * blur)
+    for whole in (64, 0):
+        monkeypatch.setattr(on_gpu, "LARGEST_WHOLE", whole)
+        plain = make_views(pictures, parameters_of(rows), view)
+        found = make_views(pictures, parameters_of(solarised), dataclasses.replace(view, solarise_probability=0.5))
+        expected = torch.where(plain >= 128, 255 - plain, plain)
+        expected[1] = plain[1]
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, plain)
+
+
+def test_solarisation_of_every_level() -> None:
+    levels = torch.arange(256).to(torch.uint8).view(1, 16, 16).expand(3, 16, 16)
+    row = NOTHING._replace(crop=(0, 0, 16, 16), solarise=True)
+    found, expected = both([levels], [0], [row], only(solarise_probability=1.0))
+    assert torch.equal(found, expected)
+    assert found[0, 0].flatten().tolist() == [*range(128), *range(127, -1, -1)]
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_end_to_end_of_a_view_that_is_made_together_with_others(place: int) -> None:
+    """As BYOL's are: the kernels are told what may happen to any row, and the rows what happens to them."""
+    first = View(size=16, jitter=(0.4, 0.4, 0.2, 0.1), blur_probability=1.0)
+    second = dataclasses.replace(first, blur_probability=0.0, solarise_probability=0.5)
+    third = dataclasses.replace(first, jitter_probability=0.0, blur_probability=0.0, grey_probability=0.0)
+    ((_, how),) = made_together([first, second, third])
+    view = (first, second, third)[place]
+    images, which = [picture(40, 50), picture(26, 24, 2)], [1, 0, 1, 0]
+    pictures = in_one_buffer(images, which)
+    sizes = pictures.heights.cpu(), pictures.widths.cpu()
+    drawn = draw(view, 5, 3, torch.tensor(which), torch.arange(4), *sizes)
+    found = make_views(pictures, parameters_of(drawn.rows()), how).cpu()
+    assert_close_end_to_end(found, by_torchvision(images, which, parameters_of(drawn.rows()), view))
+
+
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.__name__)
 def test_end_to_end(preset: Any) -> None:
     images = [picture(40, 50), picture(1, 1, 1), picture(26, 24, 2)]
@@ -335,7 +377,7 @@ def batch_of(
     ids=["224", "32", "64", "96"],
 )
 def test_end_to_end_at_real_sizes(preset: Any, size: int, shapes: list[tuple[int, int]]) -> None:
-    augmentation = preset(size)
+    augmentation = dataclasses.replace(preset(size), solarise_probability=0.3)
     images, which, pictures, drawn = batch_of(augmentation, shapes, 24 if size == 224 else 128)
     found = make_views(pictures, drawn, augmentation)
     expected = by_torchvision(images, which, drawn, augmentation)

@@ -1,15 +1,18 @@
 """Parameters have the distributions of torchvision's own transforms, and are keyed by seed, epoch, image and view."""
 
 import dataclasses
+import hashlib
 import itertools
 import math
 
 import pytest
 import torch
+from inputs import QuarterTurn
 from torchvision.transforms import ColorJitter, GaussianBlur, RandomResizedCrop
 
-from co2.views.parameters import ViewParameters, draw
-from co2.views.view import View, moco_v1_views, moco_v2_views, simclr_views
+from co2.philox import uniforms
+from co2.views.parameters import ViewParameters, draw, draw_then, draw_views
+from co2.views.view import View, moco_v1_views, moco_v2_views, simclr_views, small_views
 
 FIELDS = [field.name for field in dataclasses.fields(ViewParameters)]
 
@@ -157,6 +160,7 @@ def test_images_of_different_sizes_share_a_batch():
         ({"grey_probability": 0.0}, {"grey"}),
         ({"blur_probability": 0.0}, {"blur"}),
         ({"blur_sigma": (0.5, 1.0)}, {"blur_sigma"}),
+        ({"solarise_probability": 0.5}, {"solarise"}),
         ({"crop_scale": (0.08, 1.0)}, {"crop"}),
     ],
 )
@@ -201,3 +205,58 @@ def test_a_captured_graph_draws_the_parameters_of_the_epoch_it_is_told():
         expected = draw(moco_v2_views(), 0, number, images, 0, size, size)
         for name in FIELDS:
             assert torch.equal(getattr(drawn, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        (moco_v1_views, "e3a635f1b8166d77"),
+        (moco_v2_views, "37b276ef174101d3"),
+        (simclr_views, "dea5aca34902d0f4"),
+        (small_views, "959236183dc0257e"),
+    ],
+)
+def test_what_was_drawn_before_views_could_be_solarised_is_drawn_again(preset, expected):
+    """And after whatever is added later: its numbers go behind those that are there."""
+    images = torch.arange(500)
+    drawn = draw(preset(), 3, 7, images, images % 2, 32 + images % 300, 32 + images * 7 % 400)
+    digest = hashlib.sha256()
+    for name in ("crop", "flip", "jitter", "jitter_order", "jitter_factors", "grey", "blur", "blur_sigma"):
+        digest.update(getattr(drawn, name).numpy().tobytes())
+    assert digest.hexdigest()[:16] == expected
+
+
+def test_solarisation_has_the_number_behind_the_first_32():
+    number = uniforms(3, 7, torch.arange(1000), 1, 33)[:, 32]
+    drawn = draw_square(View(solarise_probability=0.2), seed=3, epoch=7, images=range(1000), view=1)
+    assert torch.equal(drawn.solarise, number < 0.2)
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        {0: moco_v2_views(), 1: moco_v2_views()},
+        {1: moco_v2_views(), 2: moco_v2_views(), 3: moco_v2_views()},
+        {0: moco_v2_views(), 2: moco_v2_views()},  # another stands between them
+        {0: View(blur_probability=1.0), 3: simclr_views(), 4: View(solarise_probability=0.2)},
+    ],
+    ids=["alike", "later ones", "apart", "different"],
+)
+def test_several_views_of_several_batches_are_drawn_as_one_by_one(views):
+    images = torch.arange(12).view(3, 1, 4).expand(3, len(views), 4)  # [T, V, b]
+    heights, widths = 30 + images * 7, 90 - images * 3
+    drawn = draw_views(views, 5, 2, images, heights, widths)
+    for name in FIELDS:
+        together = getattr(drawn, name).unflatten(0, images.shape)
+        for place, (number, view) in enumerate(views.items()):
+            for batch in range(3):
+                here = (column[batch, place] for column in (images, heights, widths))
+                of_images, *sizes = here
+                alone = draw(view, 5, 2, of_images, number, *sizes)
+                assert torch.equal(together[batch, place], getattr(alone, name)), name
+
+
+def test_what_follows_a_view_has_numbers_that_nothing_else_has():
+    images = torch.arange(20)
+    numbers = draw_then(QuarterTurn(places=70), 1, 2, images, 3)
+    assert torch.equal(numbers, uniforms(1, 2, images, 3, 64 + 70)[:, 64:])

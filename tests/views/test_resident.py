@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 import torch
 from hostile import CORPUS
-from inputs import AUGMENTATION, CPU, assert_nearly_the_same_batches, assert_same_batches, folder_of, told, view_loader
+from inputs import (
+    ASYMMETRIC,
+    AUGMENTATION,
+    CPU,
+    FIRST,
+    assert_nearly_the_same_batches,
+    assert_same_batches,
+    folder_of,
+    several,
+    told,
+    view_loader,
+)
 from test_hostile import assert_named, mixed, place_in  # noqa: F401 - `mixed` is a fixture
 
 from co2.data.open import open_data
@@ -58,11 +69,11 @@ class Pictures(ImageSource):
 
 
 def resident_views(source, batch_size=8, seed=0, views=2, device=CPU, **others):
-    return ResidentViews(source, (AUGMENTATION,) * views, batch_size=batch_size, seed=seed, device=device, **others)
+    return ResidentViews(source, several(views), batch_size=batch_size, seed=seed, device=device, **others)
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 40, 1 << 16])
-@pytest.mark.parametrize("views", [1, 3])
+@pytest.mark.parametrize("views", [1, 3, ASYMMETRIC], ids=["1", "3", "asymmetric"])
 def test_batches_are_those_of_the_view_loader(monkeypatch, views, rows_at_once):
     monkeypatch.setattr(resident, "_ROWS_AT_ONCE", rows_at_once)
     source = Pictures(45, bad=[3, 4, 40, 44])
@@ -86,6 +97,29 @@ def test_an_epoch_may_have_other_views():
     ours, theirs = resident_views(source), view_loader(source)
     for how in ({"views": (smaller,) * 2}, {}):
         assert_same_batches(list(ours.epoch(1, **how)), list(theirs.epoch(1, **how)))
+
+
+@pytest.mark.parametrize(
+    ("views", "rows"),
+    [
+        (2, [16]),
+        ((FIRST, dataclasses.replace(FIRST, blur_probability=0.1, solarise_probability=0.2)), [16]),  # BYOL
+        ((*several(2), *(dataclasses.replace(AUGMENTATION, size=8),) * 6), [16, 48]),
+        ((AUGMENTATION, dataclasses.replace(AUGMENTATION, grey_first=True), AUGMENTATION), [16, 8]),
+    ],
+    ids=["alike", "other probabilities", "two sizes", "another order"],
+)
+def test_views_of_one_size_are_made_at_once(monkeypatch, views, rows):
+    """On a GPU that is a launch for all of them, however they differ in what is drawn."""
+    made, views_of = [], resident.views_of
+
+    def counted(pixels, offsets, *how):
+        made.append(len(offsets))
+        return views_of(pixels, offsets, *how)
+
+    monkeypatch.setattr(resident, "views_of", counted)
+    list(resident_views(Pictures(24), views=several(views)).epoch(0))
+    assert made == rows * 3
 
 
 @pytest.mark.parametrize("share", [lambda images: slice(images // 3), lambda images: slice(images // 3, images)])
@@ -249,9 +283,10 @@ def test_hostile_files_have_their_stated_outcomes(mixed):  # noqa: F811
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_views_are_those_of_the_cpu():
+@pytest.mark.parametrize("views", [2, ASYMMETRIC], ids=["alike", "asymmetric"])
+def test_on_a_gpu_views_are_those_of_the_cpu(views):
     source = Pictures(45, bad=[3, 4, 40])
-    ours, theirs = resident_views(source, device=torch.device("cuda")), view_loader(source)
+    ours, theirs = resident_views(source, device=torch.device("cuda"), views=views), view_loader(source, views=views)
     for epoch in (0, 1):
         batches = list(ours.epoch(epoch))
         assert all(view.is_cuda for batch in batches for view in batch.views)
@@ -259,8 +294,9 @@ def test_on_a_gpu_views_are_those_of_the_cpu():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_an_epoch_never_waits_for_it():
-    ours = resident_views(Pictures(45), device=torch.device("cuda"))
+@pytest.mark.parametrize("views", [2, ASYMMETRIC], ids=["alike", "asymmetric"])
+def test_on_a_gpu_an_epoch_never_waits_for_it(views):
+    ours = resident_views(Pictures(45), views=views, device=torch.device("cuda"))
     list(ours.epoch(0))  # kernels are compiled
     torch.cuda.set_sync_debug_mode("error")
     try:

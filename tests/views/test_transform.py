@@ -147,3 +147,19 @@ def test_convolutions_on_a_cpu_get_the_same_numbers_in_the_memory_that_they_are_
     assert torch.equal(numbers, normalise(views, moco_v2_views(), dtype))
     assert numbers.dtype == dtype
     assert numbers.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_solarisation_inverts_the_upper_half_of_all_levels():
+    levels = torch.arange(256).to(torch.uint8).view(1, 16, 16).expand(3, 16, 16)
+    whole = NOTHING._replace(crop=(0, 0, 16, 16), solarise=True)
+    solarised = make_view(levels, whole, View(size=16))
+    expected = [level if level < 128 else 255 - level for level in range(256)]
+    assert solarised.flatten(1).tolist() == [expected] * 3
+
+
+def test_solarisation_comes_after_everything_that_changes_levels(image):
+    view = View(size=24)
+    unsolarised = make_view(image, EVERYTHING, view)
+    expected = torch.where(unsolarised >= 128, 255 - unsolarised, unsolarised)
+    assert torch.equal(make_view(image, EVERYTHING._replace(solarise=True), view), expected)
+    assert not torch.equal(expected, unsolarised)

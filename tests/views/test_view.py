@@ -1,12 +1,25 @@
 """The augmentations are the published ones."""
 
 import dataclasses
+import json
 import math
 
 import pytest
+import torch
 
+from co2 import recipes
+from co2.config import Experiment
 from co2.errors import UserError
-from co2.views.view import View, moco_v1_views, moco_v2_views, simclr_views, small_views
+from co2.views.parameters import draw
+from co2.views.view import (
+    View,
+    crop_and_flip,
+    made_together,
+    moco_v1_views,
+    moco_v2_views,
+    simclr_views,
+    small_views,
+)
 
 
 def test_moco_v1_is_that_of_its_paper():
@@ -74,6 +87,7 @@ def test_blur_looks_no_further_than_the_view():
         {"jitter": (0.4, 0.4, 0.4, 0.6)},
         {"blur_sigma": (2.0, 0.1)},
         {"flip_probability": 1.1},
+        {"solarise_probability": -0.1},
         {"std": (0.2, 0.0, 0.2)},
         {"std": (0.2, math.nan, 0.2)},
         {"mean": (0.5, 0.5, math.inf)},
@@ -85,3 +99,53 @@ def test_nonsense_is_refused_by_name(wrong):
     (name,) = wrong
     with pytest.raises(UserError, match=rf"views\.{name}"):
         View(**wrong)
+
+
+def test_nothing_but_crop_and_flip_is_left_where_labels_are_learnt():
+    """What `View` gets later has a probability, which is switched off, or has to be thought about here."""
+    everything = View(crop_scale=(0.3, 0.9), solarise_probability=1.0, jitter_probability=1.0, flip_probability=0.4)
+    left = crop_and_flip(everything)
+    names = {field.name for field in dataclasses.fields(View)}
+    probabilities = {name for name in names if name.endswith("_probability")}
+    assert all(getattr(left, name) == 0 for name in probabilities - {"flip_probability"})
+    kept = {"size", "earlier_sizes", "crop_scale", "crop_ratio", "flip_probability", "mean", "std"}
+    assert all(getattr(left, name) == getattr(everything, name) for name in kept)
+    idle = {"jitter", "grey_first", "blur_sigma"}  # where none of that happens
+    assert names == probabilities | kept | idle | {"then"}
+    images = torch.arange(1000)
+    drawn = draw(left, 0, 0, images, 0, *[torch.full((1000,), 40)] * 2)
+    switches = {name: value for name, value in vars(drawn).items() if value.dtype == torch.bool}
+    assert {name for name, value in switches.items() if value.any()} == {"flip"}
+
+
+def test_views_are_made_together_where_they_differ_in_nothing_but_what_is_drawn():
+    first = View(size=32, blur_probability=0.0)
+    second = View(
+        size=32, crop_scale=(0.05, 0.1), jitter=(0.8, 0.1, 0.2, 0.3), grey_probability=1, blur_probability=0.1
+    )
+    small = dataclasses.replace(first, size=16)
+    others = [{"grey_first": True}, {"jitter": (0.4, 0.4, 0.4, 0.0)}, {"blur_sigma": (0.1, 3.0)}]
+    views = [first, small, second, *(dataclasses.replace(first, **other) for other in others), small]
+    groups = made_together(views)
+    assert [list(group) for group, _ in groups] == [[0, 2], [1, 6], [3], [4], [5]]
+    assert all(group[number] == views[number] for group, _ in groups for number in group)
+    how = groups[0][1]
+    assert (how.size, how.blur_probability, how.grey_probability) == (32, 0.1, 1)
+    assert groups[1][1] == small
+
+
+def test_what_follows_a_view_is_no_setting():
+    """It is put there by a method's own `views`, and no text could say what it is."""
+    text = recipes.get("co2-small").edit(views={"size": 24}).to_json()
+    assert Experiment.from_json(text).views.then is None
+    for then in (5, {"cells": 3}, "turns"):
+        other = json.loads(text)
+        other["views"]["then"] = then
+        with pytest.raises(UserError, match=r"views\.then cannot be .*: it has to be null"):
+            Experiment.from_json(json.dumps(other))
+
+
+def test_a_description_from_before_solarisation_is_one_without_it():
+    plain = json.loads(recipes.get("co2-small").to_json())
+    del plain["views"]["solarise_probability"], plain["views"]["then"]
+    assert Experiment.from_json(json.dumps(plain)) == recipes.get("co2-small")

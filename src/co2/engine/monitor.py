@@ -100,9 +100,7 @@ class Monitor:
             return self._kept[name]
         if 2 * len(source) * 3 * self.experiment.views.size**2 > self._keeps:
             return make()
-        self._kept[name] = [
-            replace(batch, views=tuple(view.to(self.device) for view in batch.views)) for batch in make()
-        ]
+        self._kept[name] = [batch.each(lambda tensor: tensor.to(self.device)) for batch in make()]
         return self._kept[name]
 
     def _extract(self, network: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from co2.data.decode import decode_image
 from co2.data.plain_jpeg import plain_jpeg_size
 from co2.data.source import ImageSource, readable
-from co2.views.loader import Batch, ViewLoader
+from co2.views.loader import Batch, ViewLoader, followed
 from co2.views.parameters import ViewParameters, draw_views
 from co2.views.resident import views_of
 from co2.views.view import View, made_together
@@ -89,22 +89,11 @@ class JpegViews(ViewLoader):
         source: ImageSource,
         views: Sequence[View],
         *,
-        batch_size: int,
-        seed: int,
         device: torch.device,
         workers: int = 0,
-        smallest: int = 2,
-        share: Callable[[int], slice] = slice,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            source,
-            views,
-            batch_size=batch_size,
-            seed=seed,
-            workers=min(workers, MOST_READERS),
-            smallest=smallest,
-            share=share,
-        )
+        super().__init__(source, views, workers=min(workers, MOST_READERS), **common)
         self._source = source
         self._device = device
         # Its small kernels come before those of the training step, which would otherwise wait for them later.
@@ -146,8 +135,12 @@ class JpegViews(ViewLoader):
         if made.ready is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(made.ready)
-            for tensor in (made.batch.indices, *made.batch.views):
+
+            def in_use(tensor: Tensor) -> Tensor:
                 tensor.record_stream(stream)  # its memory is not used again before that stream is done with it
+                return tensor
+
+            made.batch.each(in_use)
         return made.batch
 
     def _made_in_parts(self, how: _How, files: Iterator[_Files], total: int) -> Batch:
@@ -165,10 +158,11 @@ class JpegViews(ViewLoader):
                 held.append(picture)
                 bytes_held += picture.bytes_needed
         parts.append(self._made(how, held, bad))
-        indices, views = zip(*parts, strict=True)
-        if len(parts) == 1:
-            return Batch(indices[0], views[0], list(bad.items()), total)
-        return Batch(torch.cat(indices), tuple(map(torch.cat, zip(*views, strict=True))), list(bad.items()), total)
+        indices, views = parts[0]
+        if len(parts) > 1:
+            all_indices, all_views = zip(*parts, strict=True)
+            indices, views = torch.cat(all_indices), tuple(map(torch.cat, zip(*all_views, strict=True)))
+        return followed(Batch(indices, views, list(bad.items()), total), how.views, self._seed, how.epoch)
 
     def _made(self, how: _How, pictures: list[_Picture], bad: dict[int, str]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Indices [b], and of each view [b, 3, S, S], of some images. Adds to `bad` what could not be read."""

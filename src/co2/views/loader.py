@@ -6,7 +6,7 @@ middle of an epoch change nothing about it. An image that cannot be read never s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ from co2.errors import UserError
 from co2.machine.workers import Workers, in_parts, results_of
 from co2.philox import Stream, permutation
 from co2.views.batched import make_views
-from co2.views.parameters import draw_views
+from co2.views.parameters import draw_then, draw_views
 from co2.views.transform import plain_view
 from co2.views.view import View, made_together
 
@@ -39,11 +39,18 @@ class Batch:
     """Index of each image that could not be read, and why."""
     total: int
     """Images in the whole batch, where several processes hold a part of it each."""
+    made: tuple[Mapping[str, Tensor], ...] = ()
+    """For each view what was drawn for what follows it, [B, ...] each, and none at all where nothing does. What follows
+    (`View.then`) makes several pictures of a view: [B, k, 3, s, s]."""
 
     def pin_memory(self) -> Batch:
         """Called by torch's DataLoader, to copy to a GPU without waiting."""
-        pinned = tuple(view.pin_memory() for view in self.views)
-        return replace(self, indices=self.indices.pin_memory(), views=pinned)
+        return self.each(Tensor.pin_memory)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with every tensor in it changed."""
+        made = tuple({name: change(drawn) for name, drawn in view.items()} for view in self.made)
+        return replace(self, indices=change(self.indices), views=tuple(map(change, self.views)), made=made)
 
 
 class ViewLoader:
@@ -66,7 +73,7 @@ class ViewLoader:
         *,
         batch_size: int,
         seed: int,
-        workers: int,
+        workers: int = 0,
         smallest: int = 2,
         share: Callable[[int], slice] = slice,
     ) -> None:
@@ -154,7 +161,22 @@ class _AugmentedViews:
                     done = len(indices) - len(held)
                     write_views([one[done:] for one in made], held, indices[done:], views, self.seed, epoch)
                     held, bytes_held = [], 0
-        return Batch(torch.tensor(indices), made, list(bad.items()), len(indices))
+        batch = Batch(torch.tensor(indices), made, list(bad.items()), len(indices))
+        return followed(batch, views, self.seed, epoch)
+
+
+def followed(batch: Batch, views: Sequence[View], seed: int, epoch: int) -> Batch:
+    """The batch with what follows its views, where something does."""
+    if all(view.then is None for view in views):
+        return batch
+    made: list[tuple[Tensor, Mapping[str, Tensor]]] = []
+    for number, (view, pictures) in enumerate(zip(views, batch.views, strict=True)):
+        if view.then is None:
+            made.append((pictures, {}))
+        else:
+            made.append(view.then.apply(pictures, draw_then(view.then, seed, epoch, batch.indices, number)))
+    all_pictures, drawn = zip(*made, strict=True)
+    return replace(batch, views=all_pictures, made=drawn)
 
 
 def write_views(

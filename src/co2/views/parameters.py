@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from co2.philox import uniforms
-from co2.views.view import View
+from co2.views.view import Then, View
 
 # Each parameter has its own place among the uniform numbers of a view, used or not: switching one augmentation off or
 # changing its strength leaves all the others as they were. Places are never moved; new ones go to the end.
@@ -33,6 +33,7 @@ _BLUR = 30
 _BLUR_SIGMA = 31
 _SOLARISE = 32
 _PLACES = 33
+_THEN = 64  # of what follows a view, whatever it is; up to there is room for more of the above
 
 
 class ViewRow(NamedTuple):
@@ -78,17 +79,7 @@ class ViewParameters:
 
     def rows(self) -> list[ViewRow]:
         """The same as plain numbers, image by image."""
-        columns = (
-            map(tuple, self.crop.tolist()),
-            self.flip.tolist(),
-            self.jitter.tolist(),
-            map(tuple, self.jitter_order.tolist()),
-            map(tuple, self.jitter_factors.tolist()),
-            self.grey.tolist(),
-            self.blur.tolist(),
-            self.blur_sigma.tolist(),
-            self.solarise.tolist(),
-        )
+        columns = (map(tuple, x.tolist()) if x.ndim > 1 else x.tolist() for x in self.columns())
         return [ViewRow(*row) for row in zip(*columns, strict=True)]
 
 
@@ -147,6 +138,11 @@ def draw_views(
     batches = (len(images), images.shape[2])  # [T, b]
     stacked = (torch.stack([x.unflatten(0, batches) for x in same], dim=1) for same in zip(*drawn, strict=True))
     return ViewParameters(*(column.flatten(0, 2) for column in stacked))
+
+
+def draw_then(then: Then, seed: int, epoch: int, images: Tensor, number: int) -> Tensor:
+    """The uniform numbers of what follows view `number` of each of images [b]: [b, places]."""
+    return uniforms(seed, epoch, images, number, _THEN + then.places)[:, _THEN:]
 
 
 def _between(low: float, high: float, uniform: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from co2.data.source import BAD_IN_A_ROW, BadImage, ImageSource, Progress, too_m
 from co2.machine.workers import Workers, in_parts
 from co2.philox import Stream, permutation
 from co2.views import batched
-from co2.views.loader import Batch, ViewLoader
+from co2.views.loader import Batch, ViewLoader, followed
 from co2.views.parameters import ViewParameters, draw_views
 from co2.views.view import View, made_together
 
@@ -82,24 +82,12 @@ class ResidentViews(ViewLoader):
         source: ImageSource,
         views: Sequence[View],
         *,
-        batch_size: int,
-        seed: int,
         device: torch.device,
-        workers: int = 0,
-        smallest: int = 2,
-        share: Callable[[int], slice] = slice,
         most_bytes: int | None = None,
         progress: Progress | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            source,
-            views,
-            batch_size=batch_size,
-            seed=seed,
-            workers=workers,
-            smallest=smallest,
-            share=share,
-        )
+        super().__init__(source, views, **common)
         self._device = device
         self.images = _load_images(source, self.workers, device, most_bytes, progress)
         self._used, self._passed_over = _replacements(source, self.images.bad)
@@ -121,7 +109,8 @@ class ResidentViews(ViewLoader):
             at_once = max(1, _ROWS_AT_ONCE // (len(views) * max(1, wanted.shape[1])))
             for some in wanted.split(at_once):
                 for indices, made in self._make(number, self._used[some], views):
-                    yield Batch(indices, made, bad.get(place, []), total)
+                    batch = Batch(indices, made, bad.get(place, []), total)
+                    yield followed(batch, views, self._seed, number)
                     place += 1
 
     def _make(self, epoch: int, images: Tensor, views: Sequence[View]) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:

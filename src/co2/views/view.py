@@ -7,14 +7,31 @@ imports torch, so that the command line answers at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import tyro
 
 from co2.errors import UserError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 VIEW_SIZES = range(4, 4097)  # side of a view in pixels; a larger one would fit nowhere
+
+
+class Then(Protocol):
+    """What may follow a view, last of all: a grid of its patches, say, or quarter turns. A frozen dataclass."""
+
+    @property
+    def places(self) -> int:
+        """How many uniform numbers it takes for a view of an image."""
+
+    def apply(self, views: Tensor, uniforms: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Views, uint8 [b, 3, S, S], and numbers in [0, 1), float64 [b, places], in. Out come k pictures of each, uint8
+        [b, k, 3, s, s], and by name what was drawn, [b, ...] each. On any device, without waiting for it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,8 @@ class View:
     """Subtracted from each channel (in 0..1) at the end."""
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     """Each channel is divided by this at the end."""
+    then: Annotated[Then | None, tyro.conf.Suppress] = None
+    """What follows. Not a setting, which could be edited and written down: a method's own `views` puts it there."""
 
     def __post_init__(self) -> None:
         for name, sizes in (("size", (self.size,)), ("earlier_sizes", self.earlier_sizes)):
@@ -98,6 +117,20 @@ class View:
         scale = size / self.size
         weakest, strongest = self.blur_sigma
         return replace(self, size=size, earlier_sizes=(), blur_sigma=(scale * weakest, scale * strongest))
+
+    def idle(self, option: str) -> dict[str, str]:
+        """Fields that nothing looks at, as the others are, and how a sentence about them ends where the options on the
+        command line begin with `option`."""
+        idle = {}
+        if self.blur_probability == 0:
+            idle["blur_sigma"] = f"where no view is blurred. Give {option}.blur-probability too."
+        if self.jitter_probability == 0:
+            idle["jitter"] = f"where no view has its colours changed. Give {option}.jitter-probability too."
+        if not any(self.jitter):
+            idle["jitter_probability"] = f"without a strength of the changes. Give {option}.jitter too."
+        if self.grey_probability == 0:
+            idle["grey_first"] = f"where no view is grey. Give {option}.grey-probability too, or leave it out."
+        return idle
 
     @property
     def blur_radius(self) -> int:
