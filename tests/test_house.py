@@ -15,6 +15,7 @@ PACKAGE = Path(co2.__file__).parent
 ORDER = [
     "errors",
     "files",
+    "schema",
     "philox",
     "machine",
     "data",

@@ -6,23 +6,25 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from os import PathLike, fspath
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from co2.engine.specification import ExecutionSpecification, MonitoringSpecification, OptimisationSpecification
 from co2.errors import UserError, did_you_mean
+from co2.files import MOST_JSON, UnreadableFile, parse_json, read_text
 from co2.machine.device import check_workers
 from co2.networks.specification import EncoderSpecification
 from co2.objective.specification import NegativesSpecification, ObjectiveSpecification
-from co2.views.view import Then, View
+from co2.schema import as_settings_are, fits, hints_of, read_as, shown, wanted
+from co2.views.view import View
 
 # What may change between a run and its continuation: where it stands and what it runs on, not what it is. The precision
 # is part of how the work is done, but half a run in each would be neither.
 CIRCUMSTANCES = ("data", "out", "resume", "device", "workers", "execution")
 _NO_CIRCUMSTANCE = "execution.precision"
+_MOST_EPOCHS = 1_000_000  # each has a size of views
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Experiment:
     def __post_init__(self) -> None:
         if self.epochs < 1:
             raise UserError(f"--epochs must be at least 1; got {self.epochs}.")
+        if self.epochs > _MOST_EPOCHS:
+            raise UserError(f"--epochs must be at most {_MOST_EPOCHS:,}; got {self.epochs}.")
         if self.batch_size < 2:
             raise UserError(f"--batch-size must be at least 2, since batch statistics need it; got {self.batch_size}.")
         if not 0 <= self.seed < 2**63:
@@ -113,11 +117,22 @@ class Experiment:
         """The experiment that `to_json` wrote. Settings that are unknown, of a newer version say, or of the wrong kind
         are refused by name; whatever the text is, nothing but a UserError comes of it."""
         try:
-            plain = json.loads(text)
-        except (ValueError, RecursionError):
-            raise UserError("The configuration does not describe an experiment: it is not JSON, or damaged.") from None
-        experiment: Experiment = _from_plain(Experiment, plain)
+            plain = parse_json(text)
+        except UnreadableFile as error:
+            raise UserError(f"The configuration does not describe an experiment: {error}.") from None
+        experiment: Experiment = read_as(Experiment, plain, "The configuration does not describe an experiment: it")
         return experiment
+
+
+def read_experiment(path: Path) -> Experiment:
+    """The experiment in a file that `to_json` has filled, a run's config.json say. Raises MissingFile, or another
+    UserError that names the file."""
+    try:
+        return Experiment.from_json(read_text(path, MOST_JSON, errors="replace"))
+    except UnreadableFile as error:
+        raise type(error)(f"{path} cannot be read: {error}.") from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def _edited(settings: Any, changes: Mapping[str, Any], group: str = "") -> Any:
@@ -125,7 +140,7 @@ def _edited(settings: Any, changes: Mapping[str, Any], group: str = "") -> Any:
     for name in changes:
         if name not in names:
             raise UserError(f"An experiment has no setting '{group}{name}'.{did_you_mean(name, names)}")
-    hints = get_type_hints(type(settings))
+    hints = hints_of(settings.__class__)
     return dataclasses.replace(
         settings,
         **{
@@ -138,23 +153,17 @@ def _edited(settings: Any, changes: Mapping[str, Any], group: str = "") -> Any:
 def _new_value(hint: Any, before: Any, value: Any, name: str) -> Any:
     """What a setting becomes that was `before`, once it is known to be of the right kind."""
     if not dataclasses.is_dataclass(before):
-        if isinstance(value, float) and _fits(hint, 0.5):
+        if isinstance(value, float) and fits(hint, 0.5):
             return value  # what may be wrong with one that is infinite, say, its own specification says best
-        return _value(hint, value, name)
+        value = as_settings_are(value)
+        if not fits(hint, value):
+            raise UserError(f"{name} cannot be {shown(value)}: it has to be {wanted(hint)}.")
+        return value
     if isinstance(value, Mapping):
         return _edited(before, value, f"{name}.")
     if not isinstance(value, type(before)):
         raise UserError(f"{name} is a group of settings. Give those that change by name: {name}={{...}}.")
     return value
-
-
-def _as_settings_are(value: Any) -> Any:
-    """Lists are tuples in settings, and not equal to them; numbers of NumPy and torch are plain ones, paths text."""
-    if isinstance(value, list | tuple):
-        return tuple(map(_as_settings_are, value))
-    if isinstance(value, PathLike):
-        return fspath(value)
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def differences(ours: Experiment, theirs: Experiment) -> list[str]:
@@ -164,7 +173,7 @@ def differences(ours: Experiment, theirs: Experiment) -> list[str]:
     for name in flat_ours:
         may_differ = name.split(".")[0] in CIRCUMSTANCES and name != _NO_CIRCUMSTANCE
         if not may_differ and flat_ours[name] != flat_theirs[name]:
-            theirs_shown, ours_shown = _shown(flat_theirs[name]), _shown(flat_ours[name])
+            theirs_shown, ours_shown = shown(flat_theirs[name]), shown(flat_ours[name])
             lines.append(f"{name}: {theirs_shown} in the run folder, {ours_shown} asked for")
     return lines
 
@@ -217,65 +226,3 @@ def flatten(experiment: Experiment) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-def _from_plain(kind: Any, plain: Any, group: str = "") -> Any:
-    if not isinstance(plain, dict):
-        where = group.rstrip(".") or "it"
-        raise UserError(f"The configuration does not describe an experiment: {where} is not a group of settings.")
-    hints = get_type_hints(kind)
-    unknown = sorted(set(plain) - set(hints))
-    if unknown:
-        raise UserError(
-            "The configuration has settings that this version does not know: "
-            + ", ".join(_shown(group + name) for name in unknown[:5])
-            + "."
-        )
-    return kind(**{name: _value(hints[name], value, group + name) for name, value in plain.items()})
-
-
-def _value(hint: Any, value: Any, name: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return _from_plain(hint, value, name + ".")
-    value = _as_settings_are(value)
-    if not _fits(hint, value):
-        raise UserError(f"{name} cannot be {_shown(value)}: it has to be {_wanted(hint)}.")
-    return value
-
-
-def _wanted(hint: Any) -> str:
-    """What can stand where a field is declared as `hint`, in words."""
-    kind, inner = get_origin(hint), get_args(hint)
-    if kind is Literal:
-        return f"one of {', '.join(inner)}"
-    if kind in (Union, UnionType):
-        return " or ".join(_wanted(one) for one in inner if one is not Then)
-    if kind is tuple:
-        count = "" if inner[-1] is ... else f" of {len(inner)}"
-        return f"a list{count}, each {_wanted(inner[0])}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    return words[hint]
-
-
-def _fits(hint: Any, value: Any) -> bool:
-    """Whether a value can stand where a field is declared as `hint`."""
-    kind, inner = get_origin(hint), get_args(hint)
-    if kind is Literal:
-        return isinstance(value, str) and value in inner
-    if kind in (Union, UnionType):
-        return any(_fits(one, value) for one in inner)
-    if kind is tuple:
-        hints = inner[:1] * len(value) if isinstance(value, tuple) and inner[-1] is ... else inner
-        return isinstance(value, tuple) and len(value) == len(hints) and all(map(_fits, hints, value))
-    if hint is float:
-        return type(value) in (int, float) and abs(value) < 2**63  # which no NaN and no infinity is
-    if hint is int:
-        return type(value) is int and abs(value) < 2**63
-    return type(value) is hint
-
-
-def _shown(value: object) -> str:
-    """Something from outside in a line that is not too long."""
-    text = value if isinstance(value, str) else repr(value)
-    text = text if text.isprintable() else ascii(text)
-    return text if len(text) <= 60 else text[:60] + "..."

@@ -64,7 +64,7 @@ def open_regular(path: AnyPath, most: int = MOST_BYTES, *, empty: bool = True) -
     try:
         _check_regular(os.stat(path), most, empty)  # before it is opened: opening a device may already do something
         file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - closed below
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise MissingFile("the file does not exist") from None
     except PermissionError:
         raise UnreadableFile("no permission to read it") from None
@@ -238,6 +238,12 @@ def open_own(path: str | Path, access: int = os.O_WRONLY) -> int:
         os.close(number)
         raise
     return number
+
+
+def refuse_link(path: str | Path) -> None:
+    """Say so if what is to be written into, or deleted, is a link, and lies who knows where."""
+    if os.path.islink(path):
+        raise UserError(f"{path} is a link. Put what it leads to in its place, or name another folder.")
 
 
 def _check_own(information: os.stat_result, path: str | Path) -> None:

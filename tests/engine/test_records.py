@@ -51,12 +51,12 @@ def test_settings_that_cannot_be_read_are_told_plainly(tiny, tmp_path, monkeypat
     with claim_folder(tmp_path, tiny()):
         pass
 
-    def refuse(path, **how):
+    def refuse(path, *how, **more):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(type(tmp_path), "read_text", refuse)
+    monkeypatch.setattr("co2.files.open", refuse, raising=False)
     with (
-        pytest.raises(co2.UserError, match=r"config\.json cannot be read \(Permission denied\).*Make it readable"),
+        pytest.raises(co2.UserError, match=r"config\.json cannot be read: no permission to read it.*Make it readable"),
         claim_folder(tmp_path, tiny(resume=True)),
     ):
         pass

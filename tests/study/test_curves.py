@@ -13,7 +13,7 @@ def test_curves_are_averaged_part_by_part(planned, log, fill, table_of):
     folder, plan = planned("curves", seeds=(0, 1))
     co2 = plan.grids["curves"].variants[1].name
     curves = {"moco": lambda seed: log(seed, 0.5), co2: lambda seed: log(seed, 0.2)}
-    fill(folder, plan, "curves", {"moco": {0: 1.0, 1: 2.0}, co2: {0: 1.0, 1: 2.0}}, curves)
+    fill(folder, plan, "curves", {"moco": {0: 11.0, 1: 12.0}, co2: {0: 11.0, 1: 12.0}}, curves)
     results = gather(folder, plan, "curves")
     found = band(list(results.records["moco"].values()), "consistency")
     ends = np.linspace(0, 4, 11)[1:]

@@ -596,6 +596,7 @@ def test_redo_gives_up_records_and_runs_with_other_settings(planned, write_cell,
     (runs / "moco-s0").mkdir(parents=True)
     cell = plan.cells("curves")[0]
     (runs / "moco-s0" / "config.json").write_text(cell.experiment.edit(epochs=9).to_json())
+    (runs / "moco-s0.sessions.json").write_text('[{"began": 1, "ended": 2}]')  # it is a study's
     # The record is what was asked for, so the run does not matter.
     todo, done = outstanding([cell], plan, Circumstances(folder, runs))
     assert (todo, done) == ([], ["moco-s0"])
@@ -659,7 +660,7 @@ def test_what_a_run_was_begun_with_is_noted_when_it_begins_alone(planned, read_j
 
 def test_an_evaluation_on_other_data_does_not_count(tmp_path):
     path = tmp_path / "svm.json"
-    path.write_text('{"backbone": "b", "data": "voc", "settings": {"k": 1}}')
+    path.write_text('{"backbone": "b", "data": "voc", "settings": {"k": 1}, "numbers": {}, "details": {}}')
     assert cells._read_evaluation(path, "b", "voc", {"k": 1})
     assert cells._read_evaluation(path, "b", "", {"k": 1})
     assert cells._read_evaluation(path, "b", "other", {"k": 1}) is None

@@ -75,6 +75,11 @@ def open_data(specification: str) -> DataSplits:
     return _folder(path)
 
 
+def is_address(specification: str) -> bool:
+    """Whether opening the data that `specification` names would ask another machine for them."""
+    return "://" in specification or "::" in specification  # fsspec's addresses, and those that it finds in others
+
+
 def open_splits(specification: str) -> dict[str, ImageSource]:
     """Every split of the data that `specification` names, also those that nothing is done with: for a copy of it all.
 

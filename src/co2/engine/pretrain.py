@@ -25,7 +25,7 @@ from co2.checkpoint import (
     remove_older,
     save_backbone,
 )
-from co2.config import Experiment
+from co2.config import Experiment, read_experiment
 from co2.data.fingerprint import fingerprint_of_names
 from co2.data.open import DataSplits, open_data
 from co2.engine.advice import Advisor
@@ -639,7 +639,7 @@ def _explained(run: Path) -> Iterator[None]:
 
 def memory_advice(run: Path) -> str:
     """Which settings of the run in this folder free how much GPU memory."""
-    experiment = Experiment.from_json((run / CONFIG).read_text(encoding="utf-8", errors="replace"))
+    experiment = read_experiment(run / CONFIG)
     total = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else 0
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     queue = 0  # bytes

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from co2.checkpoint import BACKBONE, CONFIG, remove_unfinished
-from co2.config import Experiment, differences
+from co2.checkpoint import BACKBONE, CHECKPOINTS, CONFIG, remove_unfinished
+from co2.config import Experiment, differences, read_experiment
 from co2.data.source import ImageSource
 from co2.errors import RunError, UserError
 from co2.files import (
@@ -24,6 +24,7 @@ from co2.files import (
     open_to_append,
     parse_json,
     read_text,
+    refuse_link,
     remove_leftovers,
     unfinished,
     write_atomically,
@@ -51,6 +52,7 @@ def claim_folder(run: Path, experiment: Experiment) -> Iterator[None]:
             _take(run, held)
             if occupied:
                 _refuse_other_settings(run, experiment)
+                refuse_link(run / CHECKPOINTS)
                 remove_unfinished(run)
             for name in (CONFIG, METRICS, BAD_IMAGES, BACKBONE):
                 remove_leftovers(run / name)
@@ -97,13 +99,12 @@ def _take(run: Path, held: ExitStack) -> None:
 
 def _refuse_other_settings(run: Path, experiment: Experiment) -> None:
     try:
-        begun_with = (run / CONFIG).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
+        begun_with = read_experiment(run / CONFIG)
+    except UserError as error:
         raise UserError(
-            f"{run / CONFIG} cannot be read ({error.strerror}), so that nobody knows what run it is. Make it readable, "
-            "or choose another --out."
+            f"{error} So nobody knows what run it is. Make it readable, or choose another --out."
         ) from error
-    differ = differences(experiment, Experiment.from_json(begun_with))
+    differ = differences(experiment, begun_with)
     if differ:
         raise UserError(
             f"The run in {run} was started with other settings:\n  "

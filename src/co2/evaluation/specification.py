@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from co2.errors import UserError
 
 # What can be asked of a setting, in the words for it. NaN is no number of any kind.
-_KINDS = {
+RANGES = {
     "at least 0": lambda value: 0 <= value < math.inf,
     "at least 1": lambda value: 1 <= value < math.inf,
     "at least 2": lambda value: 2 <= value < math.inf,
@@ -23,6 +23,7 @@ _KINDS = {
     "from 0 to below 1": lambda value: 0 <= value < 1,
     "from 0 to 1": lambda value: 0 <= value <= 1,
     "between 0 and 1": lambda value: 0 < value < 1,
+    "from 0 to 100": lambda value: 0 <= value <= 100,
 }
 
 
@@ -31,7 +32,7 @@ def check(protocol: str, settings: Any, wanted: str, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
         numbers = value if isinstance(value, tuple) else (value,)
-        if not numbers or not all(_KINDS[wanted](number) for number in numbers):
+        if not numbers or not all(RANGES[wanted](number) for number in numbers):
             shown = " ".join(map(str, numbers)) or "nothing"
             raise UserError(f"{protocol}: {name} must be {wanted}; got {shown}.")
 

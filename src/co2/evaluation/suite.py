@@ -13,15 +13,17 @@ from typing import Any
 import torch
 
 from co2.checkpoint import CONFIG, checkpoints
-from co2.config import Experiment
-from co2.data.open import DataSplits, open_data
+from co2.config import read_experiment
+from co2.data.open import DataSplits, is_address, open_data
 from co2.errors import RunError, UserError, did_you_mean
 from co2.evaluation.presets import AFTER_STEPS, ALL, PROTOCOLS, Preset, check_given, protocol_called, settings_of
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.subject import SEEDS, Subject, open_subject
+from co2.files import MissingFile
 from co2.machine.device import ran_out_of_memory
 from co2.machine.memory import freed_memory_kept
+from co2.schema import shown
 
 _FEWEST_CHECKPOINTS = 3  # fewer have no order to speak of
 
@@ -320,10 +322,10 @@ def circumstances_of(
 
 def data_of_run(name: str) -> str:
     """What a run folder was trained on; nothing for anything else."""
-    config = Path(name).expanduser() / CONFIG
-    if not config.is_file():
+    try:
+        return read_experiment(Path(name).expanduser() / CONFIG).data
+    except MissingFile:
         return ""
-    return Experiment.from_json(config.read_text(encoding="utf-8", errors="replace")).data
 
 
 def made_with(device: torch.device) -> dict[str, str]:
@@ -341,6 +343,11 @@ def _material(protocol: str, circumstances: Circumstances) -> DataSplits | str:
         return os.path.expanduser(circumstances.voc)
     if not circumstances.data:
         raise UserError(f"{protocol} needs images: give --data, as for `co2 pretrain`.")
+    if circumstances.told_by and is_address(circumstances.data):
+        raise UserError(
+            f"The run was trained on {shown(circumstances.data)}, by {circumstances.told_by}. An address that a file "
+            "names is not opened: if you know it, or have the images elsewhere, give --data."
+        )
     if circumstances.data not in circumstances.opened:
         try:
             circumstances.opened[circumstances.data] = open_data(circumstances.data)

@@ -10,13 +10,14 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from co2.report.markup import Html
 
 SERIES = 6  # colours that the style sheet knows; further runs take them again, dashed
 MOST_POINTS = 400  # in a curve: more cannot be told apart at this size
@@ -97,7 +98,7 @@ def len_thinned(length: int) -> int:
     return -(-length // group) if group else 0
 
 
-def draw(chart: Chart) -> str:
+def draw(chart: Chart) -> Html:
     """The chart as an <svg> element to place in a page."""
     figure = Figure(figsize=(_WIDTH / 72, _HEIGHT / 72))
     settings: dict[Any, Any] = {
@@ -195,16 +196,19 @@ def _series_placeholder(series: int) -> str:
     return f"#0102{series % SERIES + 16:02x}"
 
 
-def _for_page(svg: str, chart: Chart) -> str:
+def _for_page(svg: str, chart: Chart) -> Html:
     body = svg[svg.index("<svg") :]
     body = body[body.index(">") + 1 :]
     for unneeded in (r"<metadata>.*?</metadata>", r"<style[^>]*>.*?</style>", r"<!--.*?-->", r"<defs>\s*</defs>"):
         body = re.sub(unneeded, "", body, flags=re.DOTALL)
     body = re.sub(r"<[^>]*>", lambda tag: _tag_for_page(tag.group(), chart.identity), body)  # text stays as it is
     body = re.sub(r"\n\s*", "\n", body)
-    return (
-        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'aria-label="{escape(chart.description)}">{body}'
+    return Html.of(
+        '<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{description}">{body}',
+        width=_WIDTH,
+        height=_HEIGHT,
+        description=chart.description,
+        body=Html(body),  # matplotlib has escaped the names in it
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from co2.report.charts import LONGEST_LABEL, SERIES, Chart, Curve, describe_smoothing, draw, series_variable
+from co2.report.markup import Html
 from co2.report.runs import RunRecord
 from co2.report.story import Untrained, ending, warning
 
@@ -20,10 +20,10 @@ class Measure:
     kind: str
     """The kind of rows that it is found in: train or epoch."""
     title: str
-    """As it begins a sentence, in HTML."""
+    """As it begins a sentence."""
     y_label: str
     explanation: str
-    """What it is, in HTML."""
+    """What it is."""
     shown: str
     """How a value is written."""
     percent: bool = False
@@ -37,7 +37,7 @@ class Measure:
 INSTANCE = Measure(
     name="instance",
     kind="train",
-    title="The instance loss L<sub>ins</sub>",
+    title=Html("The instance loss L<sub>ins</sub>"),
     y_label="instance loss L_ins (nats)",
     explanation="How hard it is for a view of a picture to find another view of the same picture among the negatives. "
     "It can rise at first, while the queue fills with real features.",
@@ -47,11 +47,13 @@ INSTANCE = Measure(
 CONSISTENCY = Measure(
     name="consistency",
     kind="train",
-    title="The consistency loss L<sub>con</sub>",
+    title=Html("The consistency loss L<sub>con</sub>"),
     y_label="consistency loss L_con (nats)",
-    explanation="How much two views of a picture disagree about which other pictures are similar to it. A run without "
-    "CO2 only measures it. In the paper, L<sub>con</sub> of MoCo jumps at the beginning and stays higher, while CO2 "
-    "keeps it low throughout.",
+    explanation=Html(
+        "How much two views of a picture disagree about which other pictures are similar to it. A run without CO2 only "
+        "measures it. In the paper, L<sub>con</sub> of MoCo jumps at the beginning and stays higher, while CO2 keeps "
+        "it low throughout."
+    ),
     shown=".3f",
 )
 INSTANCE_ACCURACY = Measure(
@@ -86,25 +88,28 @@ EFFECTIVE_RANK = Measure(
 )
 
 
-def curves_html(runs: Sequence[RunRecord], untrained: Untrained | None) -> str:
+def curves_html(runs: Sequence[RunRecord], untrained: Untrained | None) -> Html:
     """All curves, with a key to their colours."""
     labelled = any(run.latest("knn_top1") is not None for run in runs)
     measures = [INSTANCE, CONSISTENCY, INSTANCE_ACCURACY, KNN_ACCURACY if labelled else EFFECTIVE_RANK]
-    figures = "\n".join(_figure_html(measure, runs, untrained) for measure in measures)
     smoothing = describe_smoothing([len(run.train) for run in runs])
-    note = f'<p class="note">{smoothing}</p>\n' if smoothing else ""
-    return f'{note}{_key_html(runs)}\n<div class="charts">\n{figures}\n</div>'
+    return Html.of(
+        '{note}{key}\n<div class="charts">\n{figures}\n</div>',
+        note=Html.of('<p class="note">{smoothing}</p>\n', smoothing=smoothing) if smoothing else "",
+        key=_key_html(runs),
+        figures=Html.joined((_figure_html(measure, runs, untrained) for measure in measures), "\n"),
+    )
 
 
-def swatch_html(series: int) -> str:
+def swatch_html(series: int) -> Html:
     """A small sample of a run's line."""
-    style = "solid" if series < SERIES else "dashed"
-    return f'<i class="swatch" style="border-top: 3px {style} var({series_variable(series)})"></i>'
+    style, colour = "solid" if series < SERIES else "dashed", series_variable(series)
+    return Html.of('<i class="swatch" style="border-top: 3px {style} var({colour})"></i>', style=style, colour=colour)
 
 
-def _figure_html(measure: Measure, runs: Sequence[RunRecord], untrained: Untrained | None) -> str:
+def _figure_html(measure: Measure, runs: Sequence[RunRecord], untrained: Untrained | None) -> Html:
     ended = [measure.ended(run) for run in runs]
-    title = ending(runs, measure.name, measure.title, ended, measure.shown)
+    title = ending(runs, measure.name, "{measure}", ended, measure.shown)
     values = ", ".join(
         f"{run.name} {'not measured' if value is None else format(value, measure.shown)}"
         for run, value in zip(runs, ended, strict=True)
@@ -121,12 +126,17 @@ def _figure_html(measure: Measure, runs: Sequence[RunRecord], untrained: Untrain
         smooth=measure.kind == "train",
         level=None if level is None else ("untrained", level),
     )
-    note = escape(warning(runs, measure.name))
-    return f"<figure>\n<h3>{title}</h3>\n{draw(chart)}\n<figcaption>{measure.explanation}{note}</figcaption>\n</figure>"
+    return Html.of(
+        "<figure>\n<h3>{title}</h3>\n{drawing}\n<figcaption>{explanation}{note}</figcaption>\n</figure>",
+        title=Html.of(title, measure=measure.title),
+        drawing=draw(chart),
+        explanation=measure.explanation,
+        note=warning(runs, measure.name),
+    )
 
 
-def _key_html(runs: Sequence[RunRecord]) -> str:
+def _key_html(runs: Sequence[RunRecord]) -> Html:
     if len(runs) <= 4 and all(len(run.name) <= LONGEST_LABEL for run in runs):
-        return ""  # the lines carry their names in full
-    entries = "".join(f"<li>{swatch_html(i)} {escape(run.name)}</li>" for i, run in enumerate(runs))
-    return f'<ul class="key">{entries}</ul>'
+        return Html()  # the lines carry their names in full
+    entries = [Html.of("<li>{swatch} {name}</li>", swatch=swatch_html(i), name=run.name) for i, run in enumerate(runs)]
+    return Html.of('<ul class="key">{entries}</ul>', entries=Html.joined(entries))

@@ -6,11 +6,12 @@ import base64
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from co2.report.markup import Html
 
 MOST_COLUMNS = 6  # neighbours in a line: more would be too small on a phone
 LARGEST_SIDE = 160  # pixels kept of a picture: it is shown no larger than that
@@ -54,9 +55,10 @@ def same_class(galleries: Sequence[Gallery]) -> dict[str, tuple[int, int]]:
     return {network: count for network, count in counts.items() if count[1]}
 
 
-def galleries_html(galleries: Sequence[Gallery]) -> str:
+def galleries_html(galleries: Sequence[Gallery]) -> Html:
     """All galleries, one block for each query."""
-    return '<div class="galleries">\n' + "\n".join(_gallery_html(gallery) for gallery in galleries) + "\n</div>"
+    blocks = Html.joined(map(_gallery_html, galleries), "\n")
+    return Html.of('<div class="galleries">\n{blocks}\n</div>', blocks=blocks)
 
 
 def data_uri(picture: Picture) -> str:
@@ -68,39 +70,48 @@ def data_uri(picture: Picture) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def _gallery_html(gallery: Gallery) -> str:
+def _gallery_html(gallery: Gallery) -> Html:
     longest = max((len(pictures) for pictures in gallery.neighbours.values()), default=1)
     columns = max(4, min(MOST_COLUMNS, longest))
-    rows = "\n".join(
-        f'<div class="neighbours"><h4>{escape(network)}</h4><div class="strip" style="--columns: {columns}">'
-        + "".join(_neighbour_html(gallery.query, picture, rank) for rank, picture in enumerate(pictures, start=1))
-        + "</div></div>"
+    rows = [
+        Html.of(
+            '<div class="neighbours"><h4>{network}</h4><div class="strip" style="--columns: {columns}">{pictures}'
+            "</div></div>",
+            network=network,
+            columns=columns,
+            pictures=Html.joined(_neighbour_html(gallery.query, one, rank) for rank, one in enumerate(pictures, 1)),
+        )
         for network, pictures in gallery.neighbours.items()
-    )
-    return (
-        '<div class="gallery">\n<div class="neighbours query"><h4>query</h4>'
-        f'<div class="strip" style="--columns: {columns}"><figure>'
-        f"{_image_html(gallery.query, 'query picture')}{_caption(gallery.query)}</figure></div></div>\n{rows}\n</div>"
+    ]
+    return Html.of(
+        '<div class="gallery">\n<div class="neighbours query"><h4>query</h4><div class="strip" '
+        'style="--columns: {columns}"><figure>{image}{caption}</figure></div></div>\n{rows}\n</div>',
+        columns=columns,
+        image=_image_html(gallery.query, "query picture"),
+        caption=_caption(gallery.query),
+        rows=Html.joined(rows, "\n"),
     )
 
 
-def _neighbour_html(query: Picture, picture: Picture, rank: int) -> str:
+def _neighbour_html(query: Picture, picture: Picture, rank: int) -> Html:
     match = _matches(query, picture)
     if match is None:
-        return f"<figure>{_image_html(picture, f'neighbour {rank}')}{_caption(picture)}</figure>"
+        image, caption = _image_html(picture, f"neighbour {rank}"), _caption(picture)
+        return Html.of("<figure>{image}{caption}</figure>", image=image, caption=caption)
     verdict, mark, spoken = ("same", "✓", "same class") if match else ("other", "✗", "another class")
-    return (
-        f'<figure class="{verdict}">{_image_html(picture, f"neighbour {rank}, {spoken}")}'
-        f"{_caption(picture, mark)}</figure>"
+    return Html.of(
+        '<figure class="{verdict}">{image}{caption}</figure>',
+        verdict=verdict,
+        image=_image_html(picture, f"neighbour {rank}, {spoken}"),
+        caption=_caption(picture, mark),
     )
 
 
-def _caption(picture: Picture, mark: str = "") -> str:
+def _caption(picture: Picture, mark: str = "") -> Html:
     if picture.label is None:
-        return ""
-    name = escape(picture.label)
-    shown = f'<span class="mark" aria-hidden="true">{mark}</span> {name}' if mark else name
-    return f'<figcaption title="{name}">{shown}</figcaption>'
+        return Html()
+    marked = Html.of('<span class="mark" aria-hidden="true">{mark}</span> ', mark=mark) if mark else ""
+    return Html.of('<figcaption title="{name}">{marked}{name}</figcaption>', name=picture.label, marked=marked)
 
 
 def _matches(query: Picture, picture: Picture) -> bool | None:
@@ -109,7 +120,7 @@ def _matches(query: Picture, picture: Picture) -> bool | None:
     return query.label == picture.label
 
 
-def _image_html(picture: Picture, description: str) -> str:
-    crisp = ' class="crisp"' if max(picture.pixels.shape[1:]) < CRISP_BELOW else ""
+def _image_html(picture: Picture, description: str) -> Html:
+    crisp = Html(' class="crisp"' if max(picture.pixels.shape[1:]) < CRISP_BELOW else "")
     label = "" if picture.label is None else f": {picture.label}"
-    return f'<img{crisp} src="{data_uri(picture)}" alt="{escape(description + label)}">'
+    return Html.of('<img{crisp} src="{uri}" alt="{alt}">', crisp=crisp, uri=data_uri(picture), alt=description + label)

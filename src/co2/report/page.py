@@ -6,16 +6,19 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from co2.errors import UserError
+from co2.files import MissingFile, UnreadableFile, open_regular, write_atomically
 from co2.report.curves import curves_html
 from co2.report.gallery import Gallery, galleries_html, same_class
+from co2.report.markup import Html
 from co2.report.runs import RunRecord, read_runs
 from co2.report.story import Untrained, caveats, differing_settings, findings, headline, untrained_of
 from co2.report.style import STYLE
 from co2.report.tables import outcome_table, outcomes, settings_table
+
+_BEGINS = b"<!DOCTYPE html>"
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,18 @@ class Page:
 def write_page(path: str | Path, page: Page) -> Path:
     """Write the page, making its folder if need be."""
     path = Path(path)
-    if path.is_file() and not path.read_bytes().startswith(b"<!DOCTYPE html>"):
-        raise UserError(f"{path} is no page, and is left alone. Choose another --out.")
+    try:
+        with open_regular(path) as file:
+            if not file.read(len(_BEGINS)).startswith(_BEGINS):
+                raise UnreadableFile("not a page")
+    except MissingFile:
+        pass
+    except UnreadableFile as error:
+        raise UserError(f"{path} is no page, and is left alone: {error}. Choose another place for it.") from None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Names of files need not be text.
-        path.write_text(page_html(page), encoding="utf-8", errors="backslashreplace")
+        write_atomically(path, page_html(page).encode("utf-8", errors="backslashreplace"))
     except OSError as error:
         raise UserError(f"The page {path} cannot be written: {error.strerror}. Choose another place for it.") from error
     return path
@@ -107,88 +116,107 @@ def next_steps(run: str | Path) -> tuple[NextStep, ...]:
     )
 
 
-def page_html(page: Page) -> str:
+def page_html(page: Page) -> Html:
     """The page as text."""
     sections = [
         _opening(page),
-        f"<section>\n<h2>Training curves</h2>\n{curves_html(page.runs, page.untrained)}\n</section>",
+        _section("Training curves", curves_html(page.runs, page.untrained)),
         _gallery_section(page.galleries),
         _advice_section(page.runs),
         _next_section(page.next_steps),
         _settings_section(page.runs),
     ]
-    body = "\n".join(section for section in sections if section)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+    return Html.of(
+        _BEGINS.decode() + '\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        # Whatever stands in it: no script runs, nothing is fetched.
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(page.title)}</title>\n<style>{STYLE}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        "<title>{title}</title>\n<style>{style}</style>\n</head>\n"
+        "<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n",
+        title=page.title,
+        style=Html(STYLE),
+        body=Html.joined(filter(None, sections), "\n"),
     )
 
 
-def _opening(page: Page) -> str:
-    found = "".join(f"<li>{escape(sentence)}</li>" for sentence in findings(page.runs))
-    found = f'<ul class="findings">{found}</ul>' if found else ""
-    warned = " ".join(escape(sentence) for sentence in caveats(page.runs, page.untrained))
-    warned = f'<p class="caveat">{warned}</p>' if warned else ""
-    return (
-        f'<header>\n<p class="title">{escape(page.title)}</p>\n<h1>{escape(headline(page.runs, page.untrained))}</h1>\n'
-        f'<p class="introduction">{escape(page.introduction)}</p>\n</header>\n'
-        f"<section>\n<h2>Outcome</h2>\n{outcome_table(outcomes(page.runs, page.untrained))}\n"
+def _section(heading: str, content: Html) -> Html:
+    return Html.of("<section>\n<h2>{heading}</h2>\n{content}\n</section>", heading=heading, content=content)
+
+
+def _opening(page: Page) -> Html:
+    found = Html.joined(Html.of("<li>{finding}</li>", finding=one) for one in findings(page.runs))
+    warned = " ".join(caveats(page.runs, page.untrained))
+    return Html.of(
+        '<header>\n<p class="title">{title}</p>\n<h1>{headline}</h1>\n'
+        '<p class="introduction">{introduction}</p>\n</header>\n'
+        "<section>\n<h2>Outcome</h2>\n{table}\n"
         '<p class="note">Final losses and instance accuracy are means over the log lines of the last epoch.</p>\n'
-        f"{found}\n{warned}\n</section>"
+        "{found}\n{warned}\n</section>",
+        title=page.title,
+        headline=headline(page.runs, page.untrained),
+        introduction=page.introduction,
+        table=outcome_table(outcomes(page.runs, page.untrained)),
+        found=Html.of('<ul class="findings">{found}</ul>', found=found) if found else "",
+        warned=Html.of('<p class="caveat">{warned}</p>', warned=warned) if warned else "",
     )
 
 
-def _gallery_section(galleries: Sequence[Gallery]) -> str:
+def _gallery_section(galleries: Sequence[Gallery]) -> Html:
     if not galleries:
-        return ""
+        return Html()
     counts = same_class(galleries)
-    counted = ", ".join(f"{escape(network)} {same} of {shown}" for network, (same, shown) in counts.items())
+    counted = ", ".join(f"{network} {same} of {shown}" for network, (same, shown) in counts.items())
     marked = (
         f"A frame with ✓ marks a neighbour of the query’s class, ✗ one of another class. Of the neighbours shown, so "
         f"many have the query’s class: {counted}. These are a few examples; the kNN accuracy above counts all."
         if counts
         else "These are a few examples."
     )
-    return (
-        "<section>\n<h2>Nearest neighbours</h2>\n<p>The pictures that each network finds most similar to the query, "
-        f"nearest first. {marked}</p>\n{galleries_html(galleries)}\n</section>"
+    content = Html.of(
+        "<p>The pictures that each network finds most similar to the query, nearest first. {marked}</p>\n{galleries}",
+        marked=marked,
+        galleries=galleries_html(galleries),
     )
+    return _section("Nearest neighbours", content)
 
 
-def _advice_section(runs: Sequence[RunRecord]) -> str:
-    items = "\n".join(
-        f"<li><b>{escape(run.name)}, epoch {advice.epoch:.1f}:</b> {escape(advice.text)}</li>"
+def _advice_section(runs: Sequence[RunRecord]) -> Html:
+    items = [
+        Html.of("<li><b>{at}:</b> {text}</li>", at=f"{run.name}, epoch {advice.epoch:.1f}", text=advice.text)
         for run in runs
         for advice in run.advice
-    )
-    return (
-        f'<section>\n<h2>What the program noticed</h2>\n<ul class="advice">\n{items}\n</ul>\n</section>'
-        if items
-        else ""
-    )
+    ]
+    listed = Html.of('<ul class="advice">\n{items}\n</ul>', items=Html.joined(items, "\n"))
+    return _section("What the program noticed", listed) if items else Html()
 
 
-def _next_section(steps: Sequence[NextStep]) -> str:
+def _next_section(steps: Sequence[NextStep]) -> Html:
     if not steps:
-        return ""
-    blocks = "\n".join(
-        f'<div class="step"><h3>{escape(step.title)}</h3>\n<p>{escape(step.text)}</p>\n'
-        f"<pre><code>{escape(step.code)}</code></pre></div>"
+        return Html()
+    blocks = [
+        Html.of(
+            '<div class="step"><h3>{title}</h3>\n<p>{text}</p>\n<pre><code>{code}</code></pre></div>',
+            title=step.title,
+            text=step.text,
+            code=step.code,
+        )
         for step in steps
+    ]
+    content = Html.of(
+        '<p class="note">A click selects a whole block for copying.</p>\n<div class="steps">\n{blocks}\n</div>',
+        blocks=Html.joined(blocks, "\n"),
     )
-    return (
-        '<section>\n<h2>What to do next</h2>\n<p class="note">A click selects a whole block for copying.</p>\n'
-        f'<div class="steps">\n{blocks}\n</div>\n</section>'
-    )
+    return _section("What to do next", content)
 
 
-def _settings_section(runs: Sequence[RunRecord]) -> str:
+def _settings_section(runs: Sequence[RunRecord]) -> Html:
     count = len(differing_settings(runs))
     differ = "" if len(runs) == 1 else f" ({count} {'differs' if count == 1 else 'differ'} between the runs)"
-    return (
-        f"<section>\n<h2>Settings</h2>\n<details>\n<summary>All settings of the runs{differ}</summary>\n"
-        f"{settings_table(runs)}\n</details>\n</section>"
+    content = Html.of(
+        "<details>\n<summary>All settings of the runs{differ}</summary>\n{table}\n</details>",
+        differ=differ,
+        table=settings_table(runs),
     )
+    return _section("Settings", content)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from co2.config import Experiment
+from co2.config import Experiment, read_experiment
 from co2.errors import UserError
+from co2.files import MOST_TEXT, MissingFile, UnreadableFile, parse_json, read_bytes
+from co2.schema import Amount, Line, read_as
 
 # The names that the engine gives these files. Not imported from there: a page should not have to wait for torch.
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
+_LONGEST_LINE = 2**16
 
 
 @dataclass(frozen=True)
@@ -74,22 +75,14 @@ class RunRecord:
 def read_run(folder: str | Path, *, name: str | None = None, seconds: float | None = None) -> RunRecord:
     """Read a run folder. `name` is what the page calls it, by default the folder's own name."""
     folder = Path(folder)
+    if not os.path.isdir(folder):
+        raise UserError(f"There is no folder {folder}. Give a run folder, as `co2 pretrain --out` writes it.")
     try:
-        settings = (folder / CONFIG).read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        if not os.path.isdir(folder):
-            raise UserError(
-                f"There is no folder {folder}. Give a run folder, as `co2 pretrain --out` writes it."
-            ) from error
+        experiment = read_experiment(folder / CONFIG)
+    except MissingFile as error:
         raise UserError(
             f"{folder} is not a run folder: it has no {CONFIG}. Give one that `co2 pretrain` has written."
         ) from error
-    except OSError as error:
-        raise UserError(f"{folder / CONFIG} cannot be read: {error.strerror}. Make it readable to you.") from error
-    try:
-        experiment = Experiment.from_json(settings)
-    except UserError as error:
-        raise UserError(f"{folder / CONFIG}: {error}") from error
     rows = _read_rows(folder / METRICS)
     by_kind = {kind: tuple(row for row in rows if row["kind"] == kind) for kind in ("train", "epoch", "advice")}
     if not by_kind["train"] and not any(row["epoch"] > 0 for row in by_kind["epoch"]):
@@ -120,28 +113,30 @@ def read_runs(folders: Sequence[str | Path]) -> list[RunRecord]:
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    rows = []
+    try:
+        lines = read_bytes(path, MOST_TEXT).split(b"\n")
+    except MissingFile:
+        return []
+    except UnreadableFile as error:
+        raise UserError(f"{path}: {error}.") from error
+    rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            _check_row(row)
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            rows.append(_row(line))
+        except UserError as error:
             if number == len(lines):  # no line end yet: the run is writing this line just now, or was killed at it
                 continue
             raise UserError(
-                f"Line {number} of {path} is not a measurement. Delete that line to report on the others."
+                f"Line {number} of {path} is not a measurement: {error} Delete that line to report on the others."
             ) from error
-        rows.append(row)
     return rows
 
 
-def _check_row(row: Any) -> None:
-    """Raises one of several errors unless this is a line as the engine writes it."""
-    numbers = [row["epoch"]]
-    if row["kind"] in ("train", "epoch"):
-        numbers += [value for name, value in row.items() if name != "kind" and value is not None]
-    if not all(map(math.isfinite, numbers)):
-        raise ValueError("not to be drawn")
+def _row(line: bytes) -> dict[str, Any]:
+    """A line as the engine writes it."""
+    if len(line) > _LONGEST_LINE:
+        raise UserError("it is too long.")
+    row: dict[str, Any] = read_as({"kind": Line, "epoch": Amount}, parse_json(line), "It")
+    return row if row["kind"] not in ("train", "epoch") else read_as({"kind": str, Line: float | None}, row, "It")

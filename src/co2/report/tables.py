@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from co2.config import flatten
 from co2.report.curves import swatch_html
+from co2.report.markup import Html
 from co2.report.runs import RunRecord
 from co2.report.story import Untrained, differing_settings, percent
 
@@ -65,37 +65,45 @@ def outcomes(runs: Sequence[RunRecord], untrained: Untrained | None) -> list[Out
     return rows
 
 
-def outcome_table(rows: Sequence[Outcome]) -> str:
+def outcome_table(rows: Sequence[Outcome]) -> Html:
     """The table as HTML, without the columns that nobody has a number for."""
     columns = [column for column in _COLUMNS if any(column.value(row) is not None for row in rows)]
-    head = "".join(f'<th scope="col">{column.heading}</th>' for column in columns)
-    body = "\n".join(
-        f'<tr><th scope="row">{"" if row.series is None else swatch_html(row.series) + " "}{escape(row.network)}</th>'
-        + "".join(_cell(column, row) for column in columns)
-        + "</tr>"
+    body = [
+        Html.of(
+            '<tr><th scope="row">{swatch}{network}</th>{cells}</tr>',
+            swatch="" if row.series is None else Html.joined([swatch_html(row.series), " "]),
+            network=row.network,
+            cells=Html.joined(_cell(column, row) for column in columns),
+        )
         for row in rows
-    )
-    return (
-        f'<div class="scroll"><table class="outcome">\n<thead><tr><th scope="col">network</th>{head}</tr></thead>\n'
-        f"<tbody>\n{body}\n</tbody>\n</table></div>"
-    )
+    ]
+    return _table("outcome", "network", [column.heading for column in columns], body)
 
 
-def settings_table(runs: Sequence[RunRecord]) -> str:
+def settings_table(runs: Sequence[RunRecord]) -> Html:
     """Every setting of every run; those that are not the same in all of them come first and are marked."""
     flat = [flatten(run.experiment) for run in runs]
     differing = set(differing_settings(runs))
-    head = "".join(f'<th scope="col">{escape(run.name)}</th>' for run in runs)
-    body = "\n".join(
-        ('<tr class="differs">' if name in differing else "<tr>")
-        + f'<th scope="row">{escape(name)}{" <b>differs</b>" if name in differing else ""}</th>'
-        + "".join(f"<td>{escape(_setting(settings[name]))}</td>" for settings in flat)
-        + "</tr>"
+    body = [
+        Html.of(
+            '<tr class="differs"><th scope="row">{name} <b>differs</b></th>{cells}</tr>'
+            if name in differing
+            else '<tr><th scope="row">{name}</th>{cells}</tr>',
+            name=name,
+            cells=Html.joined(Html.of("<td>{value}</td>", value=_setting(settings[name])) for settings in flat),
+        )
         for name in sorted(flat[0], key=lambda name: name not in differing)
-    )
-    return (
-        f'<div class="scroll"><table class="settings">\n<thead><tr><th scope="col">setting</th>{head}</tr></thead>\n'
-        f"<tbody>\n{body}\n</tbody>\n</table></div>"
+    ]
+    return _table("settings", "setting", [run.name for run in runs], body)
+
+
+def _table(kind: str, first: str, headings: Sequence[str], body: Sequence[Html]) -> Html:
+    return Html.of(
+        '<div class="scroll"><table class="{kind}">\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n'
+        "</table></div>",
+        kind=kind,
+        head=Html.joined(Html.of('<th scope="col">{heading}</th>', heading=one) for one in (first, *headings)),
+        body=Html.joined(body, "\n"),
     )
 
 
@@ -107,10 +115,11 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _cell(column: _Column, row: Outcome) -> str:
+def _cell(column: _Column, row: Outcome) -> Html:
     value = column.value(row)
-    shown, missing = ("–", ' class="missing"') if value is None else (column.shown(value), "")
-    return f'<td{missing} data-label="{escape(column.heading)}">{shown}</td>'
+    if value is None:
+        return Html.of('<td class="missing" data-label="{heading}">–</td>', heading=column.heading)
+    return Html.of('<td data-label="{heading}">{value}</td>', heading=column.heading, value=column.shown(value))
 
 
 def _setting(value: object) -> str:

@@ -29,21 +29,29 @@ import torchvision
 
 import co2
 from co2.checkpoint import BACKBONE, CHECKPOINTS, CONFIG, checkpoints
-from co2.config import Experiment, differences
+from co2.config import Experiment, differences, read_experiment
 from co2.data.open import DataSplits, open_data
 from co2.engine.pretrain import Stopped, pretrain
-from co2.engine.records import METRICS
+from co2.engine.records import METRICS, rows_of
 from co2.errors import UserError
 from co2.evaluation.presets import PROTOCOLS
 from co2.evaluation.progress import Lines
 from co2.evaluation.protocol import write_json
 from co2.evaluation.subject import open_subject
 from co2.evaluation.suite import Circumstances, evaluate_runs
-from co2.files import TakenError, locked, remove_leftovers, write_atomically
+from co2.files import TakenError, locked, open_regular, read_json, refuse_link, remove_leftovers, write_atomically
 from co2.machine.device import choose_device, choose_workers, cores
 from co2.machine.provenance import commit
-from co2.study.judges import protocol_of
-from co2.study.records import columns, read_record, settings_to_record, write_record
+from co2.schema import Amount, read_as
+from co2.study.judges import protocol_of, read_settings
+from co2.study.records import (
+    EVALUATION,
+    NUMBERS,
+    columns,
+    read_record,
+    settings_to_record,
+    write_record,
+)
 from co2.study.settings import plain_settings
 
 EVALUATIONS = "evaluation"
@@ -76,7 +84,8 @@ class Job:
     @staticmethod
     def read(path: Path) -> Job:
         """What `write` wrote."""
-        return Job(**json.loads(path.read_text(encoding="utf-8")))
+        job: Job = read_as(Job, read_json(path), "The job")
+        return job
 
 
 def work_on(job_file: str) -> int:
@@ -108,7 +117,7 @@ def is_pretrained(run: Path, experiment: Experiment) -> bool:
     """Whether a run folder holds the finished run of this experiment."""
     if not (run / BACKBONE).is_file() or not (run / CONFIG).is_file():
         return False
-    return not differences(experiment, Experiment.from_json((run / CONFIG).read_text(encoding="utf-8")))
+    return not differences(experiment, read_experiment(run / CONFIG))
 
 
 def numbers_of(splits: DataSplits) -> dict[str, int]:
@@ -125,9 +134,9 @@ def numbers_of(splits: DataSplits) -> dict[str, int]:
 def images_of(run: Path) -> dict[str, int] | None:
     """The same of what a run was trained on, if that is known."""
     try:
-        found: dict[str, int] = json.loads(_images_file(run).read_text(encoding="utf-8"))
+        found: dict[str, int] = read_as(NUMBERS, read_json(_images_file(run)), "The note")
         return found
-    except (OSError, ValueError):
+    except UserError:
         return None
 
 
@@ -142,10 +151,18 @@ def remove_run(run: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def refuse_others_run(run: Path) -> None:
+    """Say so if a run was not made by a study, which notes its sessions and images beside it."""
+    if run.is_symlink() or not (_read_sessions(_sessions_file(run)) or images_of(run)):
+        raise UserError(f"No study has noted that it made {run}. Remove it yourself, or choose another --runs.")
+
+
 def _judge(job: Job, experiment: Experiment, run: Path, images: Mapping[str, int], device: torch.device) -> None:
     """Evaluate what is not evaluated yet, and bring the record up to date after each."""
-    backbone = hashlib.sha256((run / BACKBONE).read_bytes()).hexdigest()
+    with open_regular(run / BACKBONE, most=2**40) as file:
+        backbone = hashlib.sha256(file.read()).hexdigest()
     folder = run / EVALUATIONS
+    refuse_link(folder)
     folder.mkdir(exist_ok=True)
     data = {"name": job.data, **images, "validate": job.validate}
     circumstances = Circumstances(
@@ -159,7 +176,7 @@ def _judge(job: Job, experiment: Experiment, run: Path, images: Mapping[str, int
     done: dict[str, Any] = {}
     for judge, plain in job.protocols.items():
         known = PROTOCOLS[protocol_of(judge)]
-        settings = type(known.quick)(**{n: tuple(v) if isinstance(v, list) else v for n, v in plain.items()})
+        settings = read_settings(judge, plain)
         path = folder / f"{judge}.json"
         data_shown = job.voc if known.needs_voc else job.data
         found = _read_evaluation(path, backbone, data_shown, settings_to_record(judge, plain, job.view_size))
@@ -169,7 +186,7 @@ def _judge(job: Job, experiment: Experiment, run: Path, images: Mapping[str, int
             (evaluation,) = evaluate_runs(protocol_of(judge), subject, settings, circumstances)
             named = {"subject": job.cell, "data": data_shown}
             write_json(path, dataclasses.asdict(evaluation) | named | {"backbone": backbone})
-            found = json.loads(path.read_text(encoding="utf-8"))  # as JSON has it: no tuples, no NaN
+            found = read_json(path)  # as JSON has it: no tuples, no NaN
             numbers = "  ".join(f"{name} {value:.2f}" for name, value in evaluation.numbers.items())
             print(f"{judge}: {numbers}", flush=True)
         done[judge] = {name: found[name] for name in ("numbers", "settings", "details", "data")}
@@ -180,10 +197,11 @@ def _read_evaluation(path: Path, backbone: str, data: str, settings: Mapping[str
     """An evaluation of this very backbone on these data with these settings, if it is there. Who has nothing judged on
     VOC need not say where it is: `data` may be empty."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        schema = {**EVALUATION, "details": {str: Any}, "data": str, "backbone": str}
+        found: dict[str, Any] = read_as(schema, read_json(path), "The evaluation")
         same = found["backbone"] == backbone and found["data"] == (data or found["data"])
         same = same and all(found["settings"][n] == v for n, v in settings.items())
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, KeyError):
         return None  # not there, or half of it from before a crash
     return found if same else None
 
@@ -205,7 +223,7 @@ def _compose(
         earlier = None  # damaged: it says nothing
     if earlier is not None and set(earlier.evaluations) - set(evaluations):
         return
-    rows = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
+    rows = rows_of(run)
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("train", "epoch", "advice")}
     settings = plain_settings(experiment) | {"data": job.data}
     trained_with = _trained_with(run)
@@ -244,6 +262,14 @@ def made_with(device: torch.device) -> dict[str, Any]:
 # Time, over several sittings.
 
 
+_SESSION = {
+    "began": Amount,
+    "ended": Amount | None,
+    "commit?": str | None,
+    "trains_with?": Mapping[str, str | int | None],
+}
+
+
 def _sessions_file(run: Path) -> Path:
     return run.with_name(f"{run.name}.sessions.json")
 
@@ -280,9 +306,8 @@ def _session(run: Path, trains_with: Mapping[str, Any] | None) -> Iterator[None]
 
 def _read_sessions(path: Path) -> list[dict[str, Any]]:
     try:
-        sessions: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-        return sessions
-    except (OSError, ValueError):
+        return [read_as(_SESSION, one, "It") for one in read_json(path)]
+    except (UserError, TypeError):
         return []
 
 

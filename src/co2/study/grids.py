@@ -10,11 +10,12 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from co2 import recipes
 from co2.config import Experiment, flatten
 from co2.errors import UserError, did_you_mean
+from co2.schema import Line, PlainName
 from co2.study.judges import QUICK, TRANSFER
 from co2.study.settings import changed, changes_between
 
@@ -47,9 +48,9 @@ _METHODS = {"queue": ("moco", "MoCo"), "in-batch": ("simclr", "SimCLR"), "memory
 class Variant:
     """One row of a table: the base with some settings changed, trained from several seeds."""
 
-    name: str
+    name: PlainName
     """What its cells are called; safe as the name of a file."""
-    label: str
+    label: Line
     """What people call it."""
     changes: Mapping[str, Any]
     """By dotted names: how it differs from the base."""
@@ -57,7 +58,7 @@ class Variant:
     """Name of the variant that it is compared with."""
     published: str = ""
     """The method under which `co2.study.published` has numbers to stand beside."""
-    place: float | None = None
+    place: Annotated[float, "at least 0"] | None = None
     """Where it stands on the axis of the figure: its alpha, or its tau_con."""
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from co2.errors import UserError, did_you_mean
-from co2.evaluation.presets import Preset, check_given, settings_of
+from co2.evaluation.presets import PROTOCOLS, Preset, check_given, settings_of
+from co2.schema import read_as, shown
 from co2.study.settings import changed_settings, parse_assignments
 
+Judge = Literal["knn", "linear", "svm", "detection", "segmentation", "linear-paper", "semi-supervised"]
 QUICK = ("knn", "linear")
 TRANSFER = ("svm", "detection", "segmentation")
 LINEAR_PAPER, SEMI_SUPERVISED = "linear-paper", "semi-supervised"
@@ -27,6 +29,18 @@ def protocol_of(judge: str) -> str:
     return "linear" if judge == LINEAR_PAPER else judge
 
 
+def read_settings(judge: str, plain: Mapping[str, Any]) -> Any:
+    """The settings of a judge as a file has them, if they are settings of it."""
+    if judge not in get_args(Judge):
+        raise UserError(f"No study is judged by '{shown(judge)}'.{did_you_mean(judge, get_args(Judge))}")
+    return read_as(type(PROTOCOLS[protocol_of(judge)].quick), plain, judge)
+
+
+def portable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without the folder that features are put into, which no file decides: it changes no number."""
+    return {name: "" if name == "storage" else value for name, value in settings.items()}
+
+
 def judges(
     names: Sequence[str], besides: Sequence[str], preset: Preset, recipe: str, edits: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
@@ -34,7 +48,7 @@ def judges(
 
     The paper has settings that depend on the recipe that a backbone was pre-trained by.
     """
-    known = (*QUICK, *TRANSFER, *BESIDES)
+    known = get_args(Judge)
     for name in besides:
         if name not in BESIDES:
             raise UserError(

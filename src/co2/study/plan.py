@@ -12,20 +12,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from co2.config import Experiment, differences
 from co2.errors import UserError
-from co2.files import locked, remove_leftovers, write_atomically
-from co2.study.grids import Variant, rebased
-from co2.study.settings import changed, plain_settings
+from co2.files import MissingFile, locked, read_json, remove_leftovers, write_atomically
+from co2.schema import read_as, shown
+from co2.study.grids import Variant, rebased, study_called
+from co2.study.judges import portable, read_settings
+from co2.study.settings import changed, plain_settings, refuse_decided
 
 PLAN = "study.json"
 CELLS = "cells"
 RUNS = "runs"
 FAILED = ".failed.json"
 _LOCK = f"{PLAN}.lock"
-_SEED = re.compile(r"(?P<variant>.+)-s(?P<seed>\d+)")
+_SEED = re.compile(r"(?P<variant>.+)-s(?P<seed>\d{1,18})")
+_MOST_VARIANTS, _MOST_CELLS = 200, 2000  # of a study: more are no table that anybody reads
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,24 @@ class Grid:
     """One study of a plan, as it was declared."""
 
     variants: tuple[Variant, ...]
-    seeds: tuple[int, ...]
+    seeds: tuple[Annotated[int, "at least 0"], ...]
     protocols: Mapping[str, Mapping[str, Any]]
     """How cells are judged: the settings of each protocol."""
     command: str
     """What the user typed, but for what changes no number; a line for each sitting that asked for something else."""
+
+    def __post_init__(self) -> None:
+        names = {variant.name for variant in self.variants}
+        cells = len(self.variants) * len(self.seeds)
+        unknown = {variant.baseline for variant in self.variants if variant.baseline} - names
+        if unknown:
+            raise UserError(f"There is no variant '{shown(min(unknown))}' to be a baseline.")
+        if not cells or len(names) < len(self.variants) or len(set(self.seeds)) < len(self.seeds):
+            raise UserError("It needs variants with names of their own and different seeds, at least one of each.")
+        if len(names) > _MOST_VARIANTS or cells > _MOST_CELLS:
+            raise UserError(
+                f"A study has at most {_MOST_VARIANTS} variants and {_MOST_CELLS} cells; got {len(names)} and {cells}."
+            )
 
 
 @dataclass(frozen=True)
@@ -106,29 +122,38 @@ def write_plan(folder: Path, plan: Plan) -> None:
 def read_plan(folder: Path) -> Plan | None:
     """The plan of a folder of results, or None where there is none yet."""
     path = folder / PLAN
-    if not path.is_file():
-        return None
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        return Plan(
-            base=Experiment.from_json(json.dumps(plain["base"])),
-            validate=plain["validate"],
-            view_size=plain["view_size"],
-            grids={name: _grid(grid) for name, grid in plain["studies"].items()},
-        )
+        found: _PlanFile = read_as(_PlanFile, read_json(path), "The plan")
+    except MissingFile:
+        return None
     except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged, or not the plan of a study. Choose another --out.") from error
+        raise UserError(f"{path} is damaged, or not the plan of a study: {error} Choose another --out.") from error
+    studies = {
+        name: replace(grid, protocols={judge: portable(settings) for judge, settings in grid.protocols.items()})
+        for name, grid in found.studies.items()
+    }
+    return Plan(found.base, found.validate, found.view_size, studies)
 
 
-def _grid(plain: Mapping[str, Any]) -> Grid:
-    return Grid(
-        variants=tuple(Variant(**variant) for variant in plain["variants"]),
-        seeds=tuple(plain["seeds"]),
-        protocols=plain["protocols"],
-        command=plain["command"],
-    )
+@dataclass(frozen=True)
+class _PlanFile:
+    """What study.json holds. Names in it become names of files, and settings what is computed: all of it is checked."""
+
+    base: Experiment
+    validate: Annotated[float, "between 0 and 1"] | None
+    view_size: Annotated[int, "at least 1"]
+    studies: Mapping[str, Grid]
+
+    def __post_init__(self) -> None:
+        if not self.studies:
+            raise UserError("It has no study.")
+        for name, grid in self.studies.items():
+            study_called(name)
+            for judge, settings in grid.protocols.items():
+                read_settings(judge, settings)
+            for variant in grid.variants:
+                refuse_decided(variant.changes, f"{name}: {variant.name}")
+                changed(self.base, variant.changes)
 
 
 def add_to_plan(folder: Path, asked: Plan, redo: bool) -> None:

@@ -7,11 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from co2.config import Experiment, differences
 from co2.errors import UserError
-from co2.files import write_atomically
+from co2.files import MissingFile, read_json, write_atomically
+from co2.schema import Amount, Count, Line, read_as, shown
+from co2.study.judges import Judge
 from co2.study.plan import CELLS, FAILED, Cell, Plan
 
 DATA_NUMBERS = ("train", "bank", "test", "classes")
@@ -65,29 +67,38 @@ def record_path(folder: Path, cell: str) -> Path:
 
 def read_record(path: Path) -> CellRecord | None:
     """The record in a file, or None if there is no such file."""
-    if not path.is_file():
-        return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        experiment = Experiment.from_json(json.dumps(content["settings"]))
-        _check(content)
+        content = read_as(_RECORD, read_json(path), "The record")
+    except MissingFile:
+        return None
     except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise UserError(f"{path} is damaged, or not the record of a cell. Delete it to compute it again.") from error
-    return CellRecord(path, experiment, content)
+        raise UserError(
+            f"{path} is damaged, or not the record of a cell: {error} Delete it to compute it again."
+        ) from error
+    return CellRecord(path, content["settings"], content)
 
 
-def _check(content: Mapping[str, Any]) -> None:
-    """Raises one of several errors unless what tables, figures and pages take from a record is there."""
-    numbers = [content["seconds"]["wall"], content["data"]["test"]]
-    for evaluation in content["evaluations"].values():
-        numbers += evaluation["numbers"].values()
-    for curves in (content["curves"]["train"], content["curves"]["epoch"]):
-        numbers += [value for column in curves.values() for value in column]
-    if not all(number is None or math.isfinite(number) for number in numbers):
-        raise ValueError("not a number")
-    content["made_with"]["device"], [dict(evaluation["settings"]) for evaluation in content["evaluations"].values()]
+_SHARES = list[Annotated[float, "from 0 to 1"] | None]
+_SHARED = ("waiting", "top1", "top5", "knn_top1", "knn_top5", "knn_embedding_top1")
+_CURVES: dict[Any, Any] = {
+    "step?": list[Count | None],
+    "epoch?": list[Amount],
+    "seconds?": list[Amount | None],
+    "images_per_second?": list[Amount | None],
+    **{f"{name}?": _SHARES for name in _SHARED},
+    Line: list[float | None],
+}
+NUMBERS = {"train?": Count, "bank?": Count, "test": Count, "classes?": Count}
+EVALUATION = {"numbers": {Line: Annotated[float, "from 0 to 100"] | None}, "settings": {str: Any}}
+# What tables, figures and pages take from a record.
+_RECORD = {
+    "settings": Experiment,
+    "data": {**NUMBERS, "validate?": Annotated[float, "between 0 and 1"] | None},
+    "evaluations": {Judge: EVALUATION},
+    "seconds": {"wall": Amount},
+    "made_with": {"device": Line},
+    "curves": {"train": _CURVES, "epoch": _CURVES},
+}
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
@@ -111,7 +122,7 @@ def mismatches(record: CellRecord, cell: Cell, plan: Plan, data: Mapping[str, An
         if protocol in record.evaluations:
             theirs = record.evaluations[protocol]["settings"]
             lines += [
-                f"{protocol}.{name}: {theirs.get(name)} in the record, {value} asked for"
+                f"{protocol}.{name}: {shown(theirs.get(name))} in the record, {value} asked for"
                 for name, value in settings_to_record(protocol, settings, plan.view_size).items()
                 if theirs.get(name) != value
             ]
@@ -129,9 +140,9 @@ def other_data(theirs: Mapping[str, Any], ours: Mapping[str, Any], where: str) -
 
 def settings_to_record(protocol: str, settings: Mapping[str, Any], view_size: int) -> dict[str, Any]:
     """What a record must say of an evaluation, as JSON has it: lists for tuples."""
-    shown = {"view_size": view_size} if protocol == "svm" else {}  # the other two on VOC have sizes of their own
-    recorded: dict[str, Any] = json.loads(json.dumps({**settings, **shown}))
-    return recorded
+    size = {"view_size": view_size} if protocol == "svm" else {}  # the other two on VOC have sizes of their own
+    recorded: dict[str, Any] = json.loads(json.dumps({**settings, **size}))
+    return {name: value for name, value in recorded.items() if name != "storage"}
 
 
 def missing_protocols(record: CellRecord | None, cell: Cell) -> list[str]:
@@ -161,9 +172,9 @@ def failures(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted((folder / CELLS).glob(f"*{FAILED}")):
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            found[path.name.removesuffix(FAILED)] = str(content["error"])
-        except (ValueError, KeyError, TypeError):
+            note = read_as({"error": str}, read_json(path), "The note")
+            found[path.name.removesuffix(FAILED)] = note["error"]
+        except UserError:
             found[path.name.removesuffix(FAILED)] = "its note is damaged"
     return found
 

@@ -20,7 +20,8 @@ from urllib.parse import quote, unquote
 from co2 import recipes
 from co2.config import Experiment
 from co2.errors import UserError
-from co2.files import write_atomically
+from co2.files import MissingFile, UnreadableFile, read_text, write_atomically
+from co2.report.markup import Markdown, active_content
 from co2.study.grids import STUDIES, label_of
 from co2.study.plan import CELLS, PLAN, RUNS, Cell, Plan, read_plan, seeds_found
 from co2.study.records import (
@@ -95,9 +96,9 @@ def _shortened(error: str) -> str:
 def report_study(folder: Path, plan: Plan, study: str) -> Results:
     """Write the tables and the figure of a study into its folder."""
     results = gather(folder, plan, study)
-    command = plan.grids[study].command
-    heading = f"# {study}: {STUDIES[study].summary}\n\n```\n{command}\n```\n\n" if study in STUDIES else ""
-    _write(folder / f"{study}.md", heading + markdown_text(results))
+    heading = Markdown.of("# {study}: {summary}", study=study, summary=STUDIES[study].summary)
+    command = Markdown.block(plan.grids[study].command)
+    _write(folder / f"{study}.md", Markdown.paragraphs([heading, command, markdown_text(results)]) + "\n")
     _write(folder / f"{study}.csv", csv_text(results))
     try:
         from co2.study.figures import draw
@@ -125,21 +126,28 @@ def write_page(folders: Sequence[Path], out: Path) -> Path:
     notes = out.with_name(f"{out.stem}.notes.md")
     heading, words_of_the_user = _heading_and_rest(_notes(notes, out))
     words = " ".join(["co2 study report", *(shlex.quote(os.fspath(folder)) for folder in folders)])
-    parts = [
-        f"{_MARK}Do not edit: write into {notes.name} beside this page, or into notes.md and STUDY.notes.md in the "
-        "folders of results. -->",
-        heading or "# Results",
-        f"Made from the records by `{words} --out {shlex.quote(os.fspath(out))}`. Every table and figure names the "
-        "command that makes it and the records it is made of.",
-        words_of_the_user,
+    parts: list[str] = [
+        Markdown.of(
+            _MARK + "Do not edit: write into {notes} beside this page, or into notes.md and STUDY.notes.md in the "
+            "folders of results. -->",
+            notes=notes.name,
+        ),
+        Markdown(heading or "# Results"),
+        Markdown.of(
+            "Made from the records by {command}. Every table and figure names the command that makes it and the "
+            "records it is made of.",
+            command=Markdown.code(f"{words} --out {shlex.quote(os.fspath(out))}"),
+        ),
+        Markdown(words_of_the_user),
     ]
     reports = [report_folder(folder) for folder in folders]
     titles = _titles(folders, [plan for plan, _ in reports])
     parts += [_contents(titles)] if len(titles) > 1 else []
     for folder, title, (plan, results) in zip(folders, titles, reports, strict=True):
-        parts += [f"## {title}", _about_the_base(plan, folder, out.parent), _notes(folder / "notes.md", out)]
+        parts.append(Markdown.of("## {title}", title=title))
+        parts += [_about_the_base(plan, folder, out.parent), _notes(folder / "notes.md", out)]
         parts += [section for one in results for section in _section(plan, one, folder, out)]
-    _write(out, "\n\n".join(part for part in parts if part) + "\n")
+    _write(out, Markdown.paragraphs(parts) + "\n")
     return out
 
 
@@ -156,7 +164,13 @@ def _write(path: Path, text: str) -> None:
 def _refuse_foreign(out: Path) -> None:
     if out.is_dir():
         raise UserError(f"{out} is a folder. Give --out the name of a page in it: {out / 'RESULTS.md'}.")
-    if out.is_file() and not out.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
+    try:
+        ours = read_text(out, errors="replace").startswith(_MARK)
+    except MissingFile:
+        return
+    except UnreadableFile:
+        ours = False
+    if not ours:
         raise UserError(f"{out} was not written by `co2 study report` and is left alone. Choose another --out.")
 
 
@@ -205,25 +219,33 @@ def _title(plan: Plan, told_by: Sequence[str] = ()) -> str:
     return ", ".join([name, f"{plan.base.epochs} epochs", *told_by, *judged])
 
 
-def _contents(titles: Sequence[str]) -> str:
+def _contents(titles: Sequence[str]) -> Markdown:
     """Links to the parts, by the names that Markdown's readers give to headings: letters, digits and hyphens."""
     names = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
-    links = [f"- [{title}](#{name})" for title, name in zip(titles, names, strict=True)]
-    return "\n".join(["## The studies", "", *links])  # a heading, since notes before it may have their own
+    links = [Markdown.of("- [{t}](#{n})", t=title, n=name) for title, name in zip(titles, names, strict=True)]
+    return Markdown.joined(["## The studies", "", *links], "\n")  # a heading, since notes before it may have their own
 
 
-def _about_the_base(plan: Plan, folder: Path, page: Path) -> str:
+def _about_the_base(plan: Plan, folder: Path, page: Path) -> Markdown:
     base = plan.base
     warm_up = base.optimisation.warm_up
-    return (
-        f"Base: the recipe `{base.recipe}` as {label_of(base)}, with {base.encoder.backbone}, views of "
-        f"{_sizes(base)} pixels, crops from {100 * base.views.crop_scale[0]:g}% of the area, batch "
-        f"{base.batch_size}, {_negatives(base)}, {_groups(base)} of batch statistics, "
+    since = (
+        f", with {base.encoder.backbone}, views of {_sizes(base)} pixels, crops from "
+        f"{100 * base.views.crop_scale[0]:g}% of the area, batch {base.batch_size}, {_negatives(base)}, "
+        f"{_groups(base)} of batch statistics, "
         f"{'an' if base.encoder.head == 'mlp' else 'a'} {_head(base)} head, an instance temperature of "
         f"{base.objective.tau_instance:g}, a learning rate of {base.learning_rate:g} "
         f"on a {base.optimisation.schedule} schedule"
         f"{f', warmed up over the first {100 * warm_up:g}% of the run' if warm_up else ''}; all of it in "
-        f"[{PLAN}]({_relative(folder / PLAN, page)}).{_recipe_since(plan)}"
+    )
+    return Markdown.of(
+        "Base: the recipe {recipe} as {label}{since}[{PLAN}]({link}).{changed}",
+        recipe=Markdown.code(base.recipe),
+        label=label_of(base),
+        since=since,
+        PLAN=PLAN,
+        link=_relative(folder / PLAN, page),
+        changed=_recipe_since(plan),
     )
 
 
@@ -238,16 +260,19 @@ def _groups(base: Experiment) -> str:
 
 def _named_in(command: str) -> set[str]:
     """The settings that a command does not leave to the recipe."""
-    words = shlex.split(command)
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quote that is not closed
+        return set()
     named = parse_assignments([value for option, value in pairwise(words) if option == "--set"], "--set")
     return {*named, *(["epochs"] if "--epochs" in words else [])}
 
 
-def _recipe_since(plan: Plan) -> str:
+def _recipe_since(plan: Plan) -> Markdown:
     """Recipes get better settings. A command that left one to the recipe has to name it, to be the same again."""
     base = plan.base
     if base.recipe not in recipes.RECIPES:
-        return f" There is no recipe `{base.recipe}` any more."
+        return Markdown.of(" There is no recipe {recipe} any more.", recipe=Markdown.code(base.recipe))
     commands = [one for grid in plan.grids.values() for one in re.split(r"\n(?=co2 study )", grid.command)]
     named_by_all = set.intersection(*map(_named_in, commands))
     left_out = {
@@ -260,8 +285,9 @@ def _recipe_since(plan: Plan) -> str:
         for name, value in left_out.items()
     ]
     if not options:
-        return ""
-    return f" The recipe has changed since: add `{' '.join(options)}` to have the same settings today."
+        return Markdown()
+    add = Markdown.code(" ".join(options))
+    return Markdown.of(" The recipe has changed since: add {add} to have the same settings today.", add=add)
 
 
 def _as_typed(value: object) -> str:
@@ -270,16 +296,23 @@ def _as_typed(value: object) -> str:
 
 def _section(plan: Plan, results: Results, folder: Path, out: Path) -> list[str]:
     study, page = results.study, out.parent
-    parts = [
-        f"### {study}: {STUDIES[study].summary if study in STUDIES else ''}".rstrip(": "),
-        f"```\n{plan.grids[study].command}\n```",
-        f"Records: {len(results.found)} in [{folder / CELLS}]({_relative(folder / CELLS, page)}), the numbers in "
-        f"[{study}.csv]({_relative(folder / f'{study}.csv', page)}). " + _time_taken(results.found),
-        markdown_text(results).strip(),
+    parts: list[str] = [
+        Markdown.of("### {study}: {summary}", study=study, summary=STUDIES[study].summary),
+        Markdown.block(plan.grids[study].command),
+        Markdown.of(
+            "Records: {count} in [{cells}]({to_cells}), the numbers in [{study}.csv]({to_csv}). {time}",
+            count=len(results.found),
+            cells=str(folder / CELLS),
+            to_cells=_relative(folder / CELLS, page),
+            study=study,
+            to_csv=_relative(folder / f"{study}.csv", page),
+            time=_time_taken(results.found),
+        ),
+        markdown_text(results),
     ]
     figure = folder / f"{study}.svg"
     if figure.is_file():
-        parts.append(f"![{study}]({_relative(figure, page)})")
+        parts.append(Markdown.of("![{study}]({figure})", study=study, figure=_relative(figure, page)))
     parts.append(_notes(folder / f"{study}.notes.md", out))
     return parts
 
@@ -297,14 +330,21 @@ def _time_taken(records: Sequence[CellRecord]) -> str:
     )
 
 
-def _relative(path: Path, page: Path) -> str:
-    return quote(os.fsencode(os.path.relpath(path, page).replace(os.sep, "/")))
+def _relative(path: Path, page: Path) -> Markdown:
+    return Markdown(quote(os.fsencode(os.path.relpath(path, page).replace(os.sep, "/"))))
 
 
-def _notes(path: Path, out: Path) -> str:
+def _notes(path: Path, out: Path) -> Markdown:
     """What people wrote, with links that lead from the page to the same places."""
-    if not path.is_file():
-        return ""
+    try:
+        text = read_text(path).strip()
+    except MissingFile:
+        return Markdown()
+    except UnreadableFile as error:
+        raise UserError(f"{path}: {error}. Write it as a file of UTF-8 text, or remove it.") from None
+    active = active_content(text)
+    if active:
+        raise UserError(f"{path} has {active} in it, which no page is given. Write plain Markdown, or remove it.")
 
     def moved(link: re.Match[str]) -> str:
         where, mark, heading = link[1].partition("#")
@@ -315,12 +355,13 @@ def _notes(path: Path, out: Path) -> str:
             return f"](#{heading})"
         return f"]({_relative(there, out.parent)}{mark}{heading})"
 
-    blocks = re.split(r"(^```.*?^```$)", path.read_text(encoding="utf-8").strip(), flags=re.MULTILINE | re.DOTALL)
-    return "".join(block if block.startswith("```") else re.sub(r"\]\(([^)\s]+)\)", moved, block) for block in blocks)
+    blocks = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    moving = (block if block.startswith("```") else re.sub(r"\]\(([^)\s]+)\)", moved, block) for block in blocks)
+    return Markdown("".join(moving))
 
 
 def keep_runs_out_of_git(out: Path, runs: Path) -> None:
     """Records are for keeping, checkpoints are not: a folder of runs inside the results is hidden from git."""
     if runs.resolve() == (out / RUNS).resolve():
         runs.mkdir(parents=True, exist_ok=True)
-        (runs / ".gitignore").write_text("# Checkpoints and logs; the records are in ../cells\n*\n", encoding="utf-8")
+        write_atomically(runs / ".gitignore", b"# Checkpoints and logs; the records are in ../cells\n*\n")

@@ -8,7 +8,6 @@ study, one for each GPU say, share out its cells.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -21,19 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from co2.checkpoint import BACKBONE, CONFIG, checkpoints, step_of
-from co2.config import Experiment, differences
+from co2.config import differences, read_experiment
 from co2.data.open import VALIDATION, open_data, validation_of
 from co2.engine.pretrain import check_sizes
 from co2.engine.records import METRICS
 from co2.errors import UserError
 from co2.evaluation.voc.data import read_detection, read_segmentation
-from co2.files import TakenError
+from co2.files import MissingFile, TakenError, UnreadableFile, open_regular, open_to_append, parse_json, refuse_link
 from co2.machine.device import choose_workers, cores, find_device
 from co2.machine.process import stop_requests
-from co2.study.cell import Job, images_of, is_taken, numbers_of, remove_run
+from co2.study.cell import Job, images_of, is_taken, numbers_of, refuse_others_run, remove_run
 from co2.study.grids import cost_of, pixels_of
-from co2.study.judges import TRANSFER
-from co2.study.plan import CELLS, FAILED, Cell, Plan
+from co2.study.judges import TRANSFER, portable
+from co2.study.plan import CELLS, FAILED, RUNS, Cell, Plan
 from co2.study.records import (
     CellRecord,
     duration,
@@ -75,6 +74,9 @@ class Circumstances:
             raise UserError(f"--jobs must be at least 1; got {self.jobs}.")
         if self.minutes is not None and not self.minutes > 0:
             raise UserError(f"--time-limit is in minutes, and must be above 0; got {self.minutes}.")
+        refuse_link(self.out / CELLS)
+        if self.runs == self.out / RUNS:  # other folders have been named by the user, whatever they are
+            refuse_link(self.runs)
 
 
 @dataclass
@@ -140,6 +142,8 @@ def _give_up(cells: Mapping[str, Standing], circumstances: Circumstances) -> Non
     for name, one in cells.items():
         if one.other_run and is_taken(circumstances.runs / name):
             raise UserError(f"{name} is being worked on by another sitting. Stop it, or wait, and say --redo again.")
+        if one.other_run:
+            refuse_others_run(circumstances.runs / name)
     for name, one in cells.items():
         if one.other_record:
             print(f"{name}: its record has other settings ({one.other_record[0]}) and is computed again.")
@@ -200,12 +204,13 @@ def _other_run(
 ) -> list[str]:
     """How the run of a cell differs from what is asked for, a line each."""
     run = circumstances.runs / cell.name
-    if not (run / CONFIG).is_file():
-        return []
+    refuse_link(run)
     try:
-        found = Experiment.from_json((run / CONFIG).read_text(encoding="utf-8", errors="replace"))
+        found = read_experiment(run / CONFIG)
+    except MissingFile:
+        return []
     except UserError as error:
-        raise UserError(f"{run / CONFIG}: {error} Delete {run} to begin it again.") from None
+        raise UserError(f"{error} Delete {run} to begin it again.") from None
     lines = [line.replace("the run folder", str(run)) for line in differences(cell.experiment, found)]
     if _put_aside(found.data) != _put_aside(data_of(plan)):
         lines.append(f"data: {found.data} in {run}, {data_of(plan)} asked for")
@@ -371,7 +376,7 @@ class _Sitting:
         job_file = run.with_name(f"{run.name}.{os.getpid()}.job.json")  # another sitting may be at it in this moment
         job.write(job_file)
         log = run.with_name(f"{run.name}.log")
-        with open(log, "ab") as output:
+        with open_to_append(log) as output:
             begins = output.tell()
             process = subprocess.Popen(
                 [*COMMAND, str(job_file)],
@@ -432,8 +437,9 @@ class _Sitting:
     def _numbers(self, cell: Cell) -> str:
         record = self._record(cell)
         assert record is not None
-        first = {name: next(iter(found["numbers"].items())) for name, found in record.evaluations.items()}
-        return ", ".join(f"{protocol} {name} {value:.2f}" for protocol, (name, value) in first.items())
+        found = {judge: list(evaluation["numbers"].items())[:1] for judge, evaluation in record.evaluations.items()}
+        first = [(judge, *pair) for judge, pairs in found.items() for pair in pairs if pair[1] is not None]
+        return ", ".join(f"{judge} {name} {value:.2f}" for judge, name, value in first)
 
     def _share(self, one: _Process) -> float:
         return _share_done(self.circumstances.runs / one.cell.name, one.cell)
@@ -490,7 +496,7 @@ class _Sitting:
 def _only_settings(recorded: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The settings of protocols out of a record, which has the seed and the size of views among them."""
     return {
-        protocol: {name: value for name, value in settings.items() if name not in ("seed", "view_size")}
+        protocol: {name: value for name, value in portable(settings).items() if name not in ("seed", "view_size")}
         for protocol, settings in recorded.items()
     }
 
@@ -526,15 +532,15 @@ def _share_until(cell: Cell, epoch: float) -> float:
 def _reached(run: Path) -> tuple[float, int]:
     """The epoch and the step in the last line that a run has logged."""
     try:
-        with open(run / METRICS, "rb") as file:
+        with open_regular(run / METRICS) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             lines = file.read().splitlines()
-    except OSError:
+    except UnreadableFile:
         return 0.0, 0
     for line in reversed(lines):
         try:
-            row = json.loads(line)
-            return float(row["epoch"]), int(row["step"])
+            row = parse_json(line)
+            return max(0.0, float(row["epoch"])), max(0, int(row["step"]))
         except (ValueError, KeyError, TypeError):
             continue  # a line that is being written, or half of one
     return 0.0, 0
@@ -542,6 +548,6 @@ def _reached(run: Path) -> tuple[float, int]:
 
 def _error_in(log: Path, begins: int) -> str:
     """The end of what a process said."""
-    with open(log, "rb") as file:
+    with open_regular(log, most=2**40) as file:
         file.seek(begins)
         return file.read().decode("utf-8", errors="replace").strip()[-_ERROR_LENGTH:]

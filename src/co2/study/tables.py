@@ -13,6 +13,7 @@ from typing import Any
 from scipy import stats  # type: ignore[import-untyped]
 
 from co2.config import Experiment
+from co2.report.markup import Markdown, csv_cells
 from co2.study.curves import band, most_parts
 from co2.study.grids import Variant
 from co2.study.judges import BESIDES, LINEAR_PAPER, SEMI_SUPERVISED
@@ -41,6 +42,7 @@ LINEAR = Measure("linear.top1", "linear top-1 (%)")
 LINEAR_BY_SGD = Measure(f"{LINEAR_PAPER}.top1", "linear top-1, the paper's SGD (%)")
 LOSS_CONSISTENCY = Measure("train.consistency", "L_con at the end", compared=False, decimals=3)
 INSTANCE_ACCURACY = Measure("train.top1", "instance accuracy (%)", compared=False, factor=100)
+_MOST_SHARES = 10  # of the labels, each a column and a panel
 BEFORE, AFTER = (KNN, KNN_EMBEDDING, LINEAR), (LOSS_CONSISTENCY, INSTANCE_ACCURACY)
 """What most tables show; what cells are judged by besides stands between the two."""
 MEASURES: dict[str, tuple[Measure, ...]] = {
@@ -108,7 +110,7 @@ def measures_of(results: Results) -> list[Measure]:
 def _numbers_by(judge: str, results: Results) -> list[str]:
     """Names of the top-1 accuracies that any cell has by a judge: {"top1"}, or one for each share of the labels."""
     numbers = (record.evaluations.get(judge, {}).get("numbers", {}) for record in results.found)
-    return list(dict.fromkeys(name for found in numbers for name in found if name.startswith("top1")))
+    return list(dict.fromkeys(name for found in numbers for name in found if name.startswith("top1")))[:_MOST_SHARES]
 
 
 def _after_fine_tuning(number: str) -> Measure:
@@ -197,18 +199,18 @@ def csv_text(results: Results) -> str:
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(map(csv_cells, rows))
     return file.getvalue()
 
 
-def markdown_text(results: Results) -> str:
+def markdown_text(results: Results) -> Markdown:
     """The table as Markdown: what was measured, what is published, what is missing."""
     parts = [_judged_on(results), _main_table(results)]
     if results.study == "curves":
         parts.append(_throughout(results))
     parts += [_about_the_temperatures(results), _about_the_test(results)]
     parts += [_published_table(results), _missing_list(results)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return Markdown.paragraphs(parts)
 
 
 def _judged_on(results: Results) -> str:
@@ -224,10 +226,10 @@ def _judged_on(results: Results) -> str:
     )
 
 
-def _main_table(results: Results) -> str:
+def _main_table(results: Results) -> Markdown:
     measures = measures_of(results)
-    lines = {
-        variant.name: [_escaped(variant.label), str(len(results.records[variant.name]))] for variant in results.shown
+    lines: dict[str, list[str]] = {
+        variant.name: [variant.label, str(len(results.records[variant.name]))] for variant in results.shown
     }
     headings = ["variant", "seeds"]
     for measure in measures:
@@ -240,14 +242,14 @@ def _main_table(results: Results) -> str:
                 means[variant.name] = found.mean
         best = max(means, key=means.__getitem__) if len(means) > 1 else None
         if best is not None and measure.compared and not measure.name.startswith("train."):
-            lines[best][-1] = f"**{lines[best][-1]}**"
+            lines[best][-1] = Markdown.of("**{number}**", number=lines[best][-1])
     for measure in measures:
         if not measure.compared:
             continue
         headings.append(f"Δ {measure.heading.replace(' (%)', '')}")
         for variant in results.shown:
             lines[variant.name].append(_difference(results, variant, measure))
-    return _table(headings, list(lines.values()))
+    return Markdown.table(headings, list(lines.values()))
 
 
 def _difference(results: Results, variant: Variant, measure: Measure) -> str:
@@ -270,7 +272,7 @@ def _p_text(p: float | None) -> str:
 
 def _about_the_test(results: Results) -> str:
     baselines = {variant.baseline for variant in results.shown if variant.baseline}
-    against = " and ".join(_escaped(variant.label) for variant in results.variants if variant.name in baselines)
+    against = " and ".join(variant.label for variant in results.variants if variant.name in baselines)
     several = " (for each variant its own)" if len(baselines) > 1 else ""
     counts = {len(records) for records in results.records.values()}
     few = (
@@ -295,7 +297,7 @@ def _about_the_temperatures(results: Results) -> str:
     if len(set(taus.values())) < 2:
         return ""
     baselines = [variant for variant in measured if variant.name in {other.baseline for other in measured}]
-    theirs = " and ".join(f"{taus[variant.name]:g} for {_escaped(variant.label)}" for variant in baselines)
+    theirs = " and ".join(f"{taus[variant.name]:g} for {variant.label}" for variant in baselines)
     return (
         f"L_con is measured at each row's own τ_con{f' ({theirs})' if theirs else ''}. It can be compared between rows "
         "that have the same, and not with others."
@@ -315,7 +317,7 @@ def _throughout(results: Results) -> str:
             continue
         below = int((ours.mean < theirs.mean).sum())
         lines.append(
-            f"Over the course of training, the mean L_con of {_escaped(variant.label)} is below the baseline's in "
+            f"Over the course of training, the mean L_con of {variant.label} is below the baseline's in "
             f"{below} of {len(ours.mean)} equal parts."
         )
     return " ".join(lines)
@@ -334,7 +336,7 @@ def _published_table(results: Results) -> str:
         return ""
     lines = [
         [
-            _escaped(one.name),
+            one.name,
             measures[one.measure].heading,
             str(one.value),
             _here(results, one, measures[one.measure]),
@@ -352,7 +354,8 @@ def _published_table(results: Results) -> str:
             "Published of other images and networks, as the setting says, and the same method here. Differences "
             "between methods may be compared, values not:"
         )
-    return f"{introduction}\n\n" + _table(["published", "measure", "value", "here", "setting", "source"], lines)
+    table = Markdown.table(["published", "measure", "value", "here", "setting", "source"], lines)
+    return Markdown.paragraphs([introduction, table])
 
 
 def _here(results: Results, published: Published, measure: Measure) -> str:
@@ -364,7 +367,7 @@ def _here(results: Results, published: Published, measure: Measure) -> str:
             if found is None:
                 return "–"
             # What a term weighs here may differ from where it was published, so such a row says which one it is.
-            return found.text(measure.decimals) + (f" by {_escaped(variant.label)}" if variant.baseline else "")
+            return found.text(measure.decimals) + (f" by {variant.label}" if variant.baseline else "")
     return ""
 
 
@@ -374,14 +377,5 @@ def _missing_list(results: Results) -> str:
     by_reason: dict[str, list[str]] = {}
     for name, why in results.missing.items():
         by_reason.setdefault(why, []).append(name)
-    lines = "\n".join(f"- {', '.join(names)}: {why}" for why, names in by_reason.items())
-    return f"Cells still missing ({len(results.missing)}):\n\n{lines}"
-
-
-def _table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---"] + ["---:"] * (len(headings) - 1)
-    return "\n".join("| " + " | ".join(line) + " |" for line in [headings, rule, *lines])
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+    lines = [Markdown.of("- {names}: {why}", names=", ".join(names), why=why) for why, names in by_reason.items()]
+    return Markdown.of("Cells still missing ({n}):\n\n{l}", n=len(results.missing), l=Markdown.joined(lines, "\n"))
