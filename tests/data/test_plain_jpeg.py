@@ -4,12 +4,13 @@ import io
 import struct
 
 import pytest
-from hostile import jpeg_of_many_scans
+from hostile import jpeg_of_early_scans, jpeg_of_many_scans
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import jpeg, png, smooth, turned
 from PIL import Image
 
+from co2.data import decode
 from co2.data.plain_jpeg import plain_jpeg_size
 
 
@@ -61,6 +62,10 @@ FRAME = b"\xff\xc0\x00\x11\x08\x00\x17\x00\x29\x03"
         png(PICTURE),
         jpeg(PICTURE, progressive=True),
         jpeg_of_many_scans(5),
+        jpeg_of_early_scans(5, 64),
+        jpeg(PICTURE)[:-2] + bytes.fromhex("ffda0008010100003f00") * 20_000 + b"\xff\xd9",  # scans after the whole one
+        jpeg(PICTURE, comment=b"x" * 60_000, icc_profile=bytes(1_200_000)),  # more to look at than the worker has time
+        jpeg(PICTURE)[:2] + b"\xff\xfe\0\2" * 1000 + jpeg(PICTURE)[2:],
         jpeg(PICTURE.convert("CMYK")),
         jpeg(PICTURE, keep_rgb=True),
         *(turned(PICTURE, orientation) for orientation in range(2, 10)),
@@ -85,6 +90,15 @@ FRAME = b"\xff\xc0\x00\x11\x08\x00\x17\x00\x29\x03"
 )
 def test_what_is_not_plain_is_left_to_the_cpu(data):
     assert plain_jpeg_size(data) is None
+
+
+def test_a_picture_that_is_too_large_for_the_cpu_is_not_plain(monkeypatch):
+    for name, most in (("MOST_PIXELS", 23 * 41), ("LONGEST_SIDE", 41)):
+        with monkeypatch.context() as patch:
+            patch.setattr(decode, name, most)
+            assert plain_jpeg_size(jpeg(PICTURE)) == (23, 41)
+            patch.setattr(decode, name, most - 1)
+            assert plain_jpeg_size(jpeg(PICTURE)) is None
 
 
 SOME = [jpeg(PICTURE), jpeg(PICTURE.convert("L")), turned(PICTURE, 1), jpeg(PICTURE, progressive=True)]

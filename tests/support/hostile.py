@@ -33,14 +33,14 @@ NOT_REGULAR = "not a regular file"
 DAMAGED = r"damaged file \(.*\)"
 
 
-def in_bounds(act: Callable[[], object]) -> str:
-    """What something returns, or how it is refused, in a copy of this process that has ten seconds and another GiB."""
+def in_bounds(act: Callable[[], object], seconds: int = 10) -> str:
+    """What something returns, or how it is refused, in a copy of this process that has so long and another GiB."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(10)
+            signal.alarm(seconds)
             if os.path.exists("/proc/self/status"):  # Linux tells how much memory was taken
                 with open("/proc/self/status") as file:
                     data = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
@@ -149,6 +149,14 @@ def jpeg_of_many_scans(scans: int, side: int = 64) -> bytes:
     return start + end_of_band + scan * scans + b"\xff\xd9"
 
 
+def jpeg_of_early_scans(scans: int, side: int, frame: int = 0xC0) -> bytes:
+    """A JPEG of 64 x 64 that claims other sides, with scans of ten bytes before its own: not progressive."""
+    data = saved("JPEG", Image.new("RGB", (64, 64)))
+    place, first = data.index(b"\xff\xc0"), data.index(b"\xff\xda")
+    header = data[: place + 1] + bytes([frame]) + data[place + 2 : place + 5] + struct.pack(">HH", side, side)
+    return header + data[place + 9 : first] + bytes.fromhex("ffda0008010100003f00") * scans + data[first:]
+
+
 def _tiff(*entries: tuple[int, int, int, int], following: int = 0) -> bytes:
     """A small TIFF, little-endian, of these (tag, type, count, value) and 48 x 32 grey pixels."""
     pixels = PIXELS[..., 0].tobytes()
@@ -171,7 +179,7 @@ def _bmp(width: int, height: int) -> bytes:
     return b"BM" + struct.pack("<IHHI", 54 + 100, 0, 0, 54) + header + bytes(100)
 
 
-def _webp_of_size(width: int, height: int) -> bytes:
+def webp_of_size(width: int, height: int) -> bytes:
     return _replaced(
         saved("WEBP"),
         b"\x9d\x01\x2a" + struct.pack("<HH", WIDTH, HEIGHT),
@@ -345,7 +353,7 @@ def _corpus() -> list[Hostile]:
     # Small files that claim or unpack to a great deal.
     add("bomb-claims.png", "PNG that claims 60,000 x 60,000 pixels", TOO_MANY_PIXELS, png(width=60_000, height=60_000))
     add("bomb-claims.jpg", "JPEG that claims 65,000 x 65,000 pixels", TOO_MANY_PIXELS, _jpeg_of_size(65_000, 65_000))
-    add("bomb-claims.webp", "WebP that claims 16,383 x 16,383 pixels", TOO_MANY_PIXELS, _webp_of_size(16_383, 16_383))
+    add("bomb-claims.webp", "WebP that claims 16,383 x 16,383 pixels", TOO_MANY_PIXELS, webp_of_size(16_383, 16_383))
     add("bomb-claims.bmp", "BMP that claims 30,000 x 30,000 pixels", TOO_MANY_PIXELS, _bmp(30_000, 30_000))
     add("bomb-below.bmp", "BMP that claims 11,000 x 11,000 pixels and has 33", TRUNCATED, _bmp(11_000, 11_000))
     add("bomb-screen.gif", "GIF that claims 65,535 x 65,535 pixels", TOO_MANY_PIXELS, _gif((65_535, 65_535), (8, 8)))
@@ -394,6 +402,24 @@ def _corpus() -> list[Hostile]:
         png(_png_chunk(b"tEXt", b"k\0v", length=0x7FFFFFFF)),
     )
     add("bomb-scans.jpg", "JPEG of 5,000 passes over its pixels", "more than 100 scans", jpeg_of_many_scans(5000))
+    for name, frame in (("sequential", 0xC0), ("arithmetic", 0xC9)):
+        story = f"JPEG, {name}, of 5,000 passes over 121 million pixels"
+        add(f"bomb-{name}.jpg", story, "more than 100 scans", jpeg_of_early_scans(5000, 11_000, frame))
+    long = "a side of more than 65,535 pixels"
+    add("bomb-row.bmp", "BMP that claims a row of 120 million pixels", long, _bmp(120_000_000, 1))
+    add("bomb-column.png", "PNG that claims a column of 128 million pixels", long, png(width=1, height=128_000_000))
+    add(
+        "bomb-comments.jpg",
+        "JPEG of 20,000 comments with nothing in them",
+        "more work to read than its pixels can be worth",
+        _replaced(saved("JPEG"), b"\xff\xd8", b"\xff\xd8" + b"\xff\xfe\0\2" * 20_000),
+    )
+    add(
+        "bomb-chunks.png",
+        "PNG of 20,000 chunks with nothing in them",
+        "more work to read than its pixels can be worth",
+        png(*[_png_chunk(b"prVt", b"")] * 20_000),
+    )
     add(
         "huge.jpg",
         "a terabyte that takes no room on the disk, with a JPEG at its beginning",

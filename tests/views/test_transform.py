@@ -7,6 +7,7 @@ import torch
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
+from co2.views import transform
 from co2.views.parameters import ViewRow
 from co2.views.transform import make_view, normalise, normalise_for_convolutions, plain_view
 from co2.views.view import View, moco_v1_views, moco_v2_views
@@ -118,6 +119,22 @@ def test_plain_view(image, size, shorter):
     expected = F.center_crop(F.resize(image, [shorter], antialias=True), [size, size])
     assert torch.equal(plain_view(image, size), expected)
     assert plain_view(image, size).shape == (3, size, size)
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 65_535), (3, 65_535, 2)])
+def test_a_plain_view_of_a_row_of_pixels_enlarges_its_middle_alone(shape, monkeypatch):
+    image = torch.zeros(shape, dtype=torch.uint8)
+    image[:, shape[1] // 2 - 8 : shape[1] // 2 + 9, shape[2] // 2 - 8 : shape[2] // 2 + 9] = 200
+    resize, enlarged = transform.F.resize, []
+
+    def resize_what_is_not_too_long(image, *others, **options):
+        enlarged.append(max(image.shape[-2:]) / min(image.shape[-2:]))
+        assert enlarged[-1] <= 16
+        return resize(image, *others, **options)
+
+    monkeypatch.setattr(transform.F, "resize", resize_what_is_not_too_long)
+    assert torch.equal(plain_view(image, 224), torch.full((3, 224, 224), 200, dtype=torch.uint8))
+    assert len(enlarged) == 1
 
 
 @pytest.mark.parametrize("size", [40, 96])

@@ -6,7 +6,7 @@ import struct
 from functools import lru_cache
 from typing import NamedTuple
 
-from co2.data.decode import MOST_PIXELS
+from co2.data.decode import too_large
 
 _SEGMENT = struct.Struct(">BBH")
 _FRAME = struct.Struct(">BHHB")
@@ -16,6 +16,7 @@ _NO_HARM = frozenset((*range(0xE0, 0xF0), 0xDD, 0xFE))  # other programs' notes,
 _COMPONENTS = (b"\1\2\3", b"\0\1\2")  # brightness and two of colour; others may stand for red, green and blue
 _LUMINANCE = (0x11, 0x21, 0x12, 0x22, 0x41)  # how many samples to one of colour, across and down
 _LONGEST_SIDE = 16_384
+_MOST_SEGMENTS, _MOST_HEADER = 256, 1 << 20  # before the pixels, bytes; what has more to tell is for the CPU to judge
 _ALL_FREQUENCIES = b"\0\x3f\0"
 _ORIENTATION = 0x0112
 _SHORT = 3
@@ -50,7 +51,9 @@ def plain_frame(data: bytes) -> Frame | None:
     huffman: frozenset[int] = frozenset()
     quantisation: frozenset[int] = frozenset()
     exif = False
-    while place + 4 <= end:
+    for _ in range(_MOST_SEGMENTS):
+        if place > min(end - 4, _MOST_HEADER):
+            return None
         mark, kind, length = _SEGMENT.unpack_from(data, place)
         begin, place = place + 4, place + 2 + length
         if mark != 0xFF or length < 2 or place > end:
@@ -87,7 +90,9 @@ def plain_frame(data: bytes) -> Frame | None:
         elif kind == _SCAN:
             if frame is None or not quantisation.issuperset(frame.tables):
                 return None
-            return frame if _is_whole_scan(content, frame.names, huffman) else None
+            # Another scan would be for nothing, and each is a pass over all pixels.
+            alone = data.find(b"\xff\xda", place) < 0
+            return frame if alone and _is_whole_scan(content, frame.names, huffman) else None
         elif kind not in _NO_HARM:
             return None
     return None
@@ -100,7 +105,7 @@ def _plain_frame(content: bytes) -> Frame | None:
     bits, height, width, count = _FRAME.unpack_from(content)
     if bits != 8 or len(content) != 6 + 3 * count or count not in (1, 3):
         return None
-    if not (0 < height <= _LONGEST_SIDE and 0 < width <= _LONGEST_SIDE and height * width <= MOST_PIXELS):
+    if not (0 < height <= _LONGEST_SIDE and 0 < width <= _LONGEST_SIDE) or too_large(width, height):
         return None
     frame = Frame(height, width, content[6::3], content[8::3])
     samples = content[7::3]

@@ -55,6 +55,9 @@ def _blur(made: Tensor, sigma: float, radius: int) -> Tensor:
     return exact.round_().to(torch.uint8)
 
 
+_LONGEST_TO_SCALE = 16  # times the shorter side: nothing beyond is in the centre
+
+
 def plain_view(image: Tensor, size: int) -> Tensor:
     """The view that evaluation sees, without randomness: uint8 [3, size, size] of an image, uint8 [3, H, W].
 
@@ -64,6 +67,9 @@ def plain_view(image: Tensor, size: int) -> Tensor:
     if tuple(image.shape[-2:]) == (size, size):
         return image
     shorter = size if size <= 64 else size * 8 // 7
+    longest = _LONGEST_TO_SCALE * min(image.shape[-2:])
+    if max(image.shape[-2:]) > longest:  # a row of pixels would become a thousand times as large
+        image = F.center_crop(image, [min(length, longest) for length in image.shape[-2:]])
     resized = F.resize(image, [shorter], interpolation=F.InterpolationMode.BILINEAR, antialias=True)
     return F.center_crop(resized, [size, size])
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from PIL import Image
 
+from co2.data import decode
 from co2.data.drawing import CLASSES, render
 from co2.data.shapes import write_shapes
 from co2.data.source import BadImage
 from co2.errors import UserError
-from co2.evaluation.voc import data as voc
 from co2.evaluation.voc.data import VOC_CLASSES, read_detection, read_segmentation
 
 
@@ -315,8 +315,8 @@ def test_masks_that_are_no_masks(tmp_path, monkeypatch):
         data.mask(1)
     with pytest.raises(BadImage, match="damaged"):
         data.mask(2)
-    monkeypatch.setattr(voc, "MOST_PIXELS", 40 * 30 - 1)
-    with pytest.raises(BadImage, match="a mask of more than"):
+    monkeypatch.setattr(decode, "MOST_PIXELS", 40 * 30 - 1)
+    with pytest.raises(BadImage, match="its mask: more than"):
         data.mask(0)
 
 

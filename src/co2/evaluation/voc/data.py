@@ -29,9 +29,8 @@ from xml.parsers import expat
 
 import numpy as np
 import torch
-from PIL import Image
 
-from co2.data.decode import EXTENSIONS, MOST_PIXELS, upright_size
+from co2.data.decode import EXTENSIONS, opened, unreadable_is_bad, upright_size
 from co2.data.folder import FileSource
 from co2.data.source import BadImage, in_words, printable
 from co2.errors import UserError, did_you_mean
@@ -106,17 +105,19 @@ class VocSegmentation:
         and UserError if it has classes that are not in the list."""
         path = self.mask_paths[index]
         try:
-            with Image.open(path, formats=("PNG",)) as image:
+            with unreadable_is_bad():
+                data = read_bytes(path)
+            with opened(data, formats=("PNG",)) as image:
                 if image.mode not in ("P", "L"):
                     raise UserError(
                         f"{printable(path)} has colours ({image.mode}) where class numbers are expected. "
                         "VOC's masks are PNG files with a palette, or grey ones."
                     )
-                if image.width * image.height > MOST_PIXELS:
-                    raise BadImage(f"a mask of more than {MOST_PIXELS // 1_000_000} million pixels")
                 numbers = np.array(image)  # [H, W] uint8
-        except (UserError, BadImage):
+        except UserError:
             raise
+        except BadImage as error:
+            raise BadImage(f"its mask: {error}") from None
         except Exception as error:  # a broken file makes Pillow raise anything from SyntaxError to struct.error
             raise BadImage(f"its mask is damaged ({in_words(error)})") from None
         unknown = numbers[(numbers >= len(self.classes)) & (numbers != NOT_JUDGED)]
