@@ -277,7 +277,7 @@ def test_what_is_no_image(tmp_path: Path) -> None:
         "pipe.jpg": "not a regular file",
         "folder.jpg": "not a regular file",
         "missing.jpg": "does not exist",
-        "empty.jpg/below": "cannot be opened",
+        "empty.jpg/below": "does not exist",
         "nul\0.jpg": "cannot be opened",
     }
     for name, reason in reasons.items():

@@ -66,6 +66,10 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes]]] = {
     "BMP, runs beyond the row": (TOO_MANY_PARTS, lambda: bmp(8, 8, 8, b"\xff\1" * 50_000, compression=1)),
     "TIFF, a million fractions": (TOO_MANY_NUMBERS, lambda: tiff((282, 5, 1_000_000, bytes(8_000_000)))),
     "TIFF, two million strips": (TOO_MANY_NUMBERS, lambda: tiff((273, 4, 2_000_000, bytes(8_000_000)))),
+    "TIFF, a million fractions, told last": (
+        TOO_MANY_NUMBERS,
+        lambda: tiff((282, 5, 1_000_000, bytes(8_000_000)))[:-4],
+    ),
     "TIFF, strips told in bytes": (TOO_MANY_NUMBERS, lambda: tiff((273, 1, 2_000_000, bytes(2_000_000)))),
     "TIFF, fractions in its notes": (
         TOO_MANY_NUMBERS,

@@ -174,8 +174,9 @@ def opened(data: bytes, formats: tuple[str, ...] = FORMATS) -> Image.Image:
         _check_strips(image, len(data))
     elif image.format == "WEBP" and width * height * _WEBP_BYTES_PER_PIXEL + 2 * len(data) > _MOST_HELD:
         raise BadImage(f"takes more than {_MOST_HELD / 2**30:.1f} GiB to decode")
-    if isinstance(file, _Metered):
-        file.allow(width * height * 3 // 2 if image.format == "BMP" else width * height // 3)  # whose runs can be short
+    if isinstance(file, _Metered):  # from now on pixels are read, too, of a BMP perhaps in short runs
+        file.steps += width * height * 3 // 2 if image.format == "BMP" else width * height // 3
+        file.bytes += 2 * len(data)
     return image
 
 
@@ -189,21 +190,15 @@ class _Metered:
     def __init__(self, data: bytes) -> None:
         self._file = io.BytesIO(data)
         self.seek, self.tell = self._file.seek, self._file.tell
-        self._length = len(data)
-        self._steps = _STEPS
+        self.steps = _STEPS
         # All notes in a TIFF are read, and twice; of others so much stands before the pixels at most.
-        self._bytes = _BYTES_OF_HEADER + (2 * len(data) if data[:2] in _TIFF else 0)
-
-    def allow(self, steps: int) -> None:
-        """From now on pixels are read, too."""
-        self._steps += steps
-        self._bytes += 2 * self._length
+        self.bytes = _BYTES_OF_HEADER + (2 * len(data) if data[:2] in _TIFF else 0)
 
     def read(self, size: int = -1) -> bytes:
         data = self._file.read(size)
-        self._steps -= 3000 if data[4:] == b"iCCP" else 1  # a PNG's colour profile is unpacked, up to a mebibyte
-        self._bytes -= len(data) if size >= 0 else 0  # some ask for the whole file, once
-        if self._steps < 0 or self._bytes < 0:
+        self.steps -= 3000 if data[4:] == b"iCCP" else 1  # a PNG's colour profile is unpacked, up to a mebibyte
+        self.bytes -= len(data) if size >= 0 else 0  # some ask for the whole file, once
+        if self.steps < 0 or self.bytes < 0:
             raise BadImage("more work to read than its pixels can be worth")
         return data
 
@@ -211,22 +206,19 @@ class _Metered:
 def _check_tags(data: bytes) -> None:
     """Refuses a TIFF with long lists of numbers: each number becomes an object before anything is known of it."""
     order, big = "<" if data[:1] == b"I" else ">", data[2:3] == b"+"
-    entry, pointer, count = (
-        struct.Struct(order + form) for form in (("HHQQ", "Q", "Q") if big else ("HHII", "I", "H"))
-    )
+    forms = ("HHQQ", "Q", "Q") if big else ("HHII", "I", "H")
+    entry, pointer, count = (struct.Struct(order + form) for form in forms)
     directories = [*pointer.unpack(data[8:16] if big else data[4:8])] if len(data) >= 16 else []
     for first in directories:  # of which there become more: notes have directories of their own
         entries = int.from_bytes(data[first : first + count.size], "little" if order == "<" else "big")
         first += count.size
-        for place in range(first, min(first + min(entries, _STEPS) * entry.size, len(data) - entry.size), entry.size):
+        last = min(first + min(entries, _STEPS) * entry.size, len(data) - entry.size + 1)
+        for place in range(first, last, entry.size):
             tag, kind, numbers, value = entry.unpack_from(data, place)
             most = _MOST_STRIPS if tag in _STRIP_TAGS else len(data) if kind in _BYTES_TYPES else _MOST_NUMBERS
             nested = tag in _DIRECTORY_TAGS
-            if (
-                most < numbers <= len(data)
-                or (nested and kind not in _POINTER_TYPES)
-                or len(directories) > _MOST_NESTED
-            ):
+            astray = nested and (kind not in _POINTER_TYPES or len(directories) > _MOST_NESTED)
+            if astray or most < numbers <= len(data):  # what is not there is not read
                 raise BadImage("more numbers in its header than a picture has")
             directories += [value] if nested and value not in directories else []
 
