@@ -203,13 +203,8 @@ def _for_page(svg: str, chart: Chart) -> Html:
         body = re.sub(unneeded, "", body, flags=re.DOTALL)
     body = re.sub(r"<[^>]*>", lambda tag: _tag_for_page(tag.group(), chart.identity), body)  # text stays as it is
     body = re.sub(r"\n\s*", "\n", body)
-    return Html.of(
-        '<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{description}">{body}',
-        width=_WIDTH,
-        height=_HEIGHT,
-        description=chart.description,
-        body=Html(body),  # matplotlib has escaped the names in it
-    )
+    begins = '<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}'
+    return Html.of(begins, _WIDTH, _HEIGHT, chart.description, Html(body))  # matplotlib has escaped the names in it
 
 
 def _tag_for_page(tag: str, identity: str) -> str:

@@ -93,18 +93,15 @@ def curves_html(runs: Sequence[RunRecord], untrained: Untrained | None) -> Html:
     labelled = any(run.latest("knn_top1") is not None for run in runs)
     measures = [INSTANCE, CONSISTENCY, INSTANCE_ACCURACY, KNN_ACCURACY if labelled else EFFECTIVE_RANK]
     smoothing = describe_smoothing([len(run.train) for run in runs])
-    return Html.of(
-        '{note}{key}\n<div class="charts">\n{figures}\n</div>',
-        note=Html.of('<p class="note">{smoothing}</p>\n', smoothing=smoothing) if smoothing else "",
-        key=_key_html(runs),
-        figures=Html.joined((_figure_html(measure, runs, untrained) for measure in measures), "\n"),
-    )
+    note = Html.of('<p class="note">{}</p>\n', smoothing) if smoothing else ""
+    figures = Html.joined((_figure_html(measure, runs, untrained) for measure in measures), "\n")
+    return Html.of('{}{}\n<div class="charts">\n{}\n</div>', note, _key_html(runs), figures)
 
 
 def swatch_html(series: int) -> Html:
     """A small sample of a run's line."""
     style, colour = "solid" if series < SERIES else "dashed", series_variable(series)
-    return Html.of('<i class="swatch" style="border-top: 3px {style} var({colour})"></i>', style=style, colour=colour)
+    return Html.of('<i class="swatch" style="border-top: 3px {} var({})"></i>', style, colour)
 
 
 def _figure_html(measure: Measure, runs: Sequence[RunRecord], untrained: Untrained | None) -> Html:
@@ -126,17 +123,13 @@ def _figure_html(measure: Measure, runs: Sequence[RunRecord], untrained: Untrain
         smooth=measure.kind == "train",
         level=None if level is None else ("untrained", level),
     )
-    return Html.of(
-        "<figure>\n<h3>{title}</h3>\n{drawing}\n<figcaption>{explanation}{note}</figcaption>\n</figure>",
-        title=Html.of(title, measure=measure.title),
-        drawing=draw(chart),
-        explanation=measure.explanation,
-        note=warning(runs, measure.name),
-    )
+    figure = "<figure>\n<h3>{}</h3>\n{}\n<figcaption>{}{}</figcaption>\n</figure>"
+    heading = Html.of(title, measure=measure.title)
+    return Html.of(figure, heading, draw(chart), measure.explanation, warning(runs, measure.name))
 
 
 def _key_html(runs: Sequence[RunRecord]) -> Html:
     if len(runs) <= 4 and all(len(run.name) <= LONGEST_LABEL for run in runs):
         return Html()  # the lines carry their names in full
-    entries = [Html.of("<li>{swatch} {name}</li>", swatch=swatch_html(i), name=run.name) for i, run in enumerate(runs)]
-    return Html.of('<ul class="key">{entries}</ul>', entries=Html.joined(entries))
+    entries = Html.joined(Html.of("<li>{} {}</li>", swatch_html(i), run.name) for i, run in enumerate(runs))
+    return Html.of('<ul class="key">{}</ul>', entries)

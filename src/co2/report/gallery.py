@@ -57,8 +57,7 @@ def same_class(galleries: Sequence[Gallery]) -> dict[str, tuple[int, int]]:
 
 def galleries_html(galleries: Sequence[Gallery]) -> Html:
     """All galleries, one block for each query."""
-    blocks = Html.joined(map(_gallery_html, galleries), "\n")
-    return Html.of('<div class="galleries">\n{blocks}\n</div>', blocks=blocks)
+    return Html.of('<div class="galleries">\n{}\n</div>', Html.joined(map(_gallery_html, galleries), "\n"))
 
 
 def data_uri(picture: Picture) -> str:
@@ -73,38 +72,22 @@ def data_uri(picture: Picture) -> str:
 def _gallery_html(gallery: Gallery) -> Html:
     longest = max((len(pictures) for pictures in gallery.neighbours.values()), default=1)
     columns = max(4, min(MOST_COLUMNS, longest))
-    rows = [
-        Html.of(
-            '<div class="neighbours"><h4>{network}</h4><div class="strip" style="--columns: {columns}">{pictures}'
-            "</div></div>",
-            network=network,
-            columns=columns,
-            pictures=Html.joined(_neighbour_html(gallery.query, one, rank) for rank, one in enumerate(pictures, 1)),
-        )
-        for network, pictures in gallery.neighbours.items()
-    ]
-    return Html.of(
-        '<div class="gallery">\n<div class="neighbours query"><h4>query</h4><div class="strip" '
-        'style="--columns: {columns}"><figure>{image}{caption}</figure></div></div>\n{rows}\n</div>',
-        columns=columns,
-        image=_image_html(gallery.query, "query picture"),
-        caption=_caption(gallery.query),
-        rows=Html.joined(rows, "\n"),
-    )
+    row = '<div class="neighbours{}"><h4>{}</h4><div class="strip" style="--columns: {}">{}</div></div>'
+    image, caption = _image_html(gallery.query, "query picture"), _caption(gallery.query)
+    rows = [Html.of(row, " query", "query", columns, Html.of("<figure>{}{}</figure>", image, caption))]
+    for network, pictures in gallery.neighbours.items():
+        shown = Html.joined(_neighbour_html(gallery.query, one, rank) for rank, one in enumerate(pictures, 1))
+        rows.append(Html.of(row, "", network, columns, shown))
+    return Html.of('<div class="gallery">\n{}\n</div>', Html.joined(rows, "\n"))
 
 
 def _neighbour_html(query: Picture, picture: Picture, rank: int) -> Html:
     match = _matches(query, picture)
     if match is None:
-        image, caption = _image_html(picture, f"neighbour {rank}"), _caption(picture)
-        return Html.of("<figure>{image}{caption}</figure>", image=image, caption=caption)
+        return Html.of("<figure>{}{}</figure>", _image_html(picture, f"neighbour {rank}"), _caption(picture))
     verdict, mark, spoken = ("same", "✓", "same class") if match else ("other", "✗", "another class")
-    return Html.of(
-        '<figure class="{verdict}">{image}{caption}</figure>',
-        verdict=verdict,
-        image=_image_html(picture, f"neighbour {rank}, {spoken}"),
-        caption=_caption(picture, mark),
-    )
+    image = _image_html(picture, f"neighbour {rank}, {spoken}")
+    return Html.of('<figure class="{}">{}{}</figure>', verdict, image, _caption(picture, mark))
 
 
 def _caption(picture: Picture, mark: str = "") -> Html:

@@ -16,9 +16,10 @@ class _Markup(str):
     __slots__ = ()
 
     @classmethod
-    def of(cls, template: str, /, **values: object) -> Self:
-        """A template with its `{name}`s filled in, each value escaped."""
-        return cls(template.format(**{name: cls.escaped(value) for name, value in values.items()}))
+    def of(cls, template: str, /, *values: object, **named: object) -> Self:
+        """A template with its `{}`s and `{name}`s filled in, each value escaped."""
+        by_name = {name: cls.escaped(value) for name, value in named.items()}
+        return cls(template.format(*map(cls.escaped, values), **by_name))
 
     @classmethod
     def joined(cls, parts: Iterable[object], between: str = "") -> Self:

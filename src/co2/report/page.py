@@ -133,33 +133,31 @@ def page_html(page: Page) -> Html:
         "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        "<title>{title}</title>\n<style>{style}</style>\n</head>\n"
-        "<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n",
-        title=page.title,
-        style=Html(STYLE),
-        body=Html.joined(filter(None, sections), "\n"),
+        "<title>{}</title>\n<style>{}</style>\n</head>\n<body>\n<main>\n{}\n</main>\n</body>\n</html>\n",
+        page.title,
+        Html(STYLE),
+        Html.joined(filter(None, sections), "\n"),
     )
 
 
 def _section(heading: str, content: Html) -> Html:
-    return Html.of("<section>\n<h2>{heading}</h2>\n{content}\n</section>", heading=heading, content=content)
+    return Html.of("<section>\n<h2>{}</h2>\n{}\n</section>", heading, content)
 
 
 def _opening(page: Page) -> Html:
-    found = Html.joined(Html.of("<li>{finding}</li>", finding=one) for one in findings(page.runs))
+    found = Html.joined(Html.of("<li>{}</li>", one) for one in findings(page.runs))
     warned = " ".join(caveats(page.runs, page.untrained))
     return Html.of(
-        '<header>\n<p class="title">{title}</p>\n<h1>{headline}</h1>\n'
-        '<p class="introduction">{introduction}</p>\n</header>\n'
-        "<section>\n<h2>Outcome</h2>\n{table}\n"
+        '<header>\n<p class="title">{}</p>\n<h1>{}</h1>\n<p class="introduction">{}</p>\n</header>\n'
+        "<section>\n<h2>Outcome</h2>\n{}\n"
         '<p class="note">Final losses and instance accuracy are means over the log lines of the last epoch.</p>\n'
-        "{found}\n{warned}\n</section>",
-        title=page.title,
-        headline=headline(page.runs, page.untrained),
-        introduction=page.introduction,
-        table=outcome_table(outcomes(page.runs, page.untrained)),
-        found=Html.of('<ul class="findings">{found}</ul>', found=found) if found else "",
-        warned=Html.of('<p class="caveat">{warned}</p>', warned=warned) if warned else "",
+        "{}\n{}\n</section>",
+        page.title,
+        headline(page.runs, page.untrained),
+        page.introduction,
+        outcome_table(outcomes(page.runs, page.untrained)),
+        Html.of('<ul class="findings">{}</ul>', found) if found else "",
+        Html.of('<p class="caveat">{}</p>', warned) if warned else "",
     )
 
 
@@ -174,49 +172,31 @@ def _gallery_section(galleries: Sequence[Gallery]) -> Html:
         if counts
         else "These are a few examples."
     )
-    content = Html.of(
-        "<p>The pictures that each network finds most similar to the query, nearest first. {marked}</p>\n{galleries}",
-        marked=marked,
-        galleries=galleries_html(galleries),
-    )
-    return _section("Nearest neighbours", content)
+    said = "<p>The pictures that each network finds most similar to the query, nearest first. {}</p>\n{}"
+    return _section("Nearest neighbours", Html.of(said, marked, galleries_html(galleries)))
 
 
 def _advice_section(runs: Sequence[RunRecord]) -> Html:
     items = [
-        Html.of("<li><b>{at}:</b> {text}</li>", at=f"{run.name}, epoch {advice.epoch:.1f}", text=advice.text)
+        Html.of("<li><b>{}:</b> {}</li>", f"{run.name}, epoch {advice.epoch:.1f}", advice.text)
         for run in runs
         for advice in run.advice
     ]
-    listed = Html.of('<ul class="advice">\n{items}\n</ul>', items=Html.joined(items, "\n"))
+    listed = Html.of('<ul class="advice">\n{}\n</ul>', Html.joined(items, "\n"))
     return _section("What the program noticed", listed) if items else Html()
 
 
 def _next_section(steps: Sequence[NextStep]) -> Html:
     if not steps:
         return Html()
-    blocks = [
-        Html.of(
-            '<div class="step"><h3>{title}</h3>\n<p>{text}</p>\n<pre><code>{code}</code></pre></div>',
-            title=step.title,
-            text=step.text,
-            code=step.code,
-        )
-        for step in steps
-    ]
-    content = Html.of(
-        '<p class="note">A click selects a whole block for copying.</p>\n<div class="steps">\n{blocks}\n</div>',
-        blocks=Html.joined(blocks, "\n"),
-    )
-    return _section("What to do next", content)
+    block = '<div class="step"><h3>{}</h3>\n<p>{}</p>\n<pre><code>{}</code></pre></div>'
+    blocks = Html.joined((Html.of(block, step.title, step.text, step.code) for step in steps), "\n")
+    note = '<p class="note">A click selects a whole block for copying.</p>\n<div class="steps">\n{}\n</div>'
+    return _section("What to do next", Html.of(note, blocks))
 
 
 def _settings_section(runs: Sequence[RunRecord]) -> Html:
     count = len(differing_settings(runs))
     differ = "" if len(runs) == 1 else f" ({count} {'differs' if count == 1 else 'differ'} between the runs)"
-    content = Html.of(
-        "<details>\n<summary>All settings of the runs{differ}</summary>\n{table}\n</details>",
-        differ=differ,
-        table=settings_table(runs),
-    )
-    return _section("Settings", content)
+    details = "<details>\n<summary>All settings of the runs{}</summary>\n{}\n</details>"
+    return _section("Settings", Html.of(details, differ, settings_table(runs)))

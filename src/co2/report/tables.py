@@ -68,15 +68,11 @@ def outcomes(runs: Sequence[RunRecord], untrained: Untrained | None) -> list[Out
 def outcome_table(rows: Sequence[Outcome]) -> Html:
     """The table as HTML, without the columns that nobody has a number for."""
     columns = [column for column in _COLUMNS if any(column.value(row) is not None for row in rows)]
-    body = [
-        Html.of(
-            '<tr><th scope="row">{swatch}{network}</th>{cells}</tr>',
-            swatch="" if row.series is None else Html.joined([swatch_html(row.series), " "]),
-            network=row.network,
-            cells=Html.joined(_cell(column, row) for column in columns),
-        )
-        for row in rows
-    ]
+    body = []
+    for row in rows:
+        swatch = "" if row.series is None else Html.joined([swatch_html(row.series), " "])
+        cells = Html.joined(_cell(column, row) for column in columns)
+        body.append(Html.of('<tr><th scope="row">{}{}</th>{}</tr>', swatch, row.network, cells))
     return _table("outcome", "network", [column.heading for column in columns], body)
 
 
@@ -84,27 +80,19 @@ def settings_table(runs: Sequence[RunRecord]) -> Html:
     """Every setting of every run; those that are not the same in all of them come first and are marked."""
     flat = [flatten(run.experiment) for run in runs]
     differing = set(differing_settings(runs))
-    body = [
-        Html.of(
-            '<tr class="differs"><th scope="row">{name} <b>differs</b></th>{cells}</tr>'
-            if name in differing
-            else '<tr><th scope="row">{name}</th>{cells}</tr>',
-            name=name,
-            cells=Html.joined(Html.of("<td>{value}</td>", value=_setting(settings[name])) for settings in flat),
-        )
-        for name in sorted(flat[0], key=lambda name: name not in differing)
-    ]
+    same = '<tr><th scope="row">{}</th>{}</tr>'
+    differs = '<tr class="differs"><th scope="row">{} <b>differs</b></th>{}</tr>'
+    body = []
+    for name in sorted(flat[0], key=lambda name: name not in differing):
+        cells = Html.joined(Html.of("<td>{}</td>", _setting(settings[name])) for settings in flat)
+        body.append(Html.of(differs if name in differing else same, name, cells))
     return _table("settings", "setting", [run.name for run in runs], body)
 
 
 def _table(kind: str, first: str, headings: Sequence[str], body: Sequence[Html]) -> Html:
-    return Html.of(
-        '<div class="scroll"><table class="{kind}">\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n'
-        "</table></div>",
-        kind=kind,
-        head=Html.joined(Html.of('<th scope="col">{heading}</th>', heading=one) for one in (first, *headings)),
-        body=Html.joined(body, "\n"),
-    )
+    head = Html.joined(Html.of('<th scope="col">{}</th>', heading) for heading in (first, *headings))
+    table = '<div class="scroll"><table class="{}">\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody>\n</table></div>'
+    return Html.of(table, kind, head, Html.joined(body, "\n"))
 
 
 def duration(seconds: float) -> str:

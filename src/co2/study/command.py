@@ -17,6 +17,7 @@ import tyro
 from co2 import recipes
 from co2.errors import UserError, did_you_mean
 from co2.evaluation.presets import Preset
+from co2.files import read_text
 from co2.study import grids
 from co2.study.grids import STUDIES, Wanted, cost_of, pixels_of, study_called
 from co2.study.judges import BESIDES, judges
@@ -403,7 +404,7 @@ def _write_up(out: Path, plan: Plan, names: Sequence[str]) -> int:
     for name in names:
         results = report_study(out, plan, name)
         count = len(results.found)
-        print(f"\n{(out / f'{name}.md').read_text(encoding='utf-8')}")
+        print(f"\n{read_text(out / f'{name}.md')}")
         missing = f", {len(results.missing)} cells missing" if results.missing else ""
         figure = "Table and figure" if (out / f"{name}.svg").is_file() else "Table"
         endings = ".md, .csv, .svg, .png" if figure != "Table" else ".md, .csv"

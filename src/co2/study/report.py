@@ -229,8 +229,8 @@ def _contents(titles: Sequence[str]) -> Markdown:
 def _about_the_base(plan: Plan, folder: Path, page: Path) -> Markdown:
     base = plan.base
     warm_up = base.optimisation.warm_up
-    since = (
-        f", with {base.encoder.backbone}, views of {_sizes(base)} pixels, crops from "
+    described = (
+        f"{label_of(base)}, with {base.encoder.backbone}, views of {_sizes(base)} pixels, crops from "
         f"{100 * base.views.crop_scale[0]:g}% of the area, batch {base.batch_size}, {_negatives(base)}, "
         f"{_groups(base)} of batch statistics, "
         f"{'an' if base.encoder.head == 'mlp' else 'a'} {_head(base)} head, an instance temperature of "
@@ -239,13 +239,10 @@ def _about_the_base(plan: Plan, folder: Path, page: Path) -> Markdown:
         f"{f', warmed up over the first {100 * warm_up:g}% of the run' if warm_up else ''}; all of it in "
     )
     return Markdown.of(
-        "Base: the recipe {recipe} as {label}{since}[{PLAN}]({link}).{changed}",
-        recipe=Markdown.code(base.recipe),
-        label=label_of(base),
-        since=since,
-        PLAN=PLAN,
-        link=_relative(folder / PLAN, page),
-        changed=_recipe_since(plan),
+        "Base: the recipe {} as {}.{}",
+        Markdown.code(base.recipe),
+        Markdown.of("{}{}", described, _link(PLAN, folder / PLAN, page)),
+        _recipe_since(plan),
     )
 
 
@@ -297,22 +294,20 @@ def _as_typed(value: object) -> str:
 def _section(plan: Plan, results: Results, folder: Path, out: Path) -> list[str]:
     study, page = results.study, out.parent
     parts: list[str] = [
-        Markdown.of("### {study}: {summary}", study=study, summary=STUDIES[study].summary),
+        Markdown.of("### {}: {}", study, STUDIES[study].summary),
         Markdown.block(plan.grids[study].command),
         Markdown.of(
-            "Records: {count} in [{cells}]({to_cells}), the numbers in [{study}.csv]({to_csv}). {time}",
-            count=len(results.found),
-            cells=str(folder / CELLS),
-            to_cells=_relative(folder / CELLS, page),
-            study=study,
-            to_csv=_relative(folder / f"{study}.csv", page),
-            time=_time_taken(results.found),
+            "Records: {} in {}, the numbers in {}. {}",
+            len(results.found),
+            _link(str(folder / CELLS), folder / CELLS, page),
+            _link(f"{study}.csv", folder / f"{study}.csv", page),
+            _time_taken(results.found),
         ),
         markdown_text(results),
     ]
     figure = folder / f"{study}.svg"
     if figure.is_file():
-        parts.append(Markdown.of("![{study}]({figure})", study=study, figure=_relative(figure, page)))
+        parts.append(Markdown.of("!{}", _link(study, figure, page)))
     parts.append(_notes(folder / f"{study}.notes.md", out))
     return parts
 
@@ -328,6 +323,10 @@ def _time_taken(records: Sequence[CellRecord]) -> str:
         f"A cell took {duration(sum(seconds) / len(seconds))} on average by its own clock"
         f"{together if len(records) > 1 else ''}, on {' and '.join(devices)}."
     )
+
+
+def _link(text: str, path: Path, page: Path) -> Markdown:
+    return Markdown.of("[{}]({})", text, _relative(path, page))
 
 
 def _relative(path: Path, page: Path) -> Markdown:

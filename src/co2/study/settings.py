@@ -9,6 +9,7 @@ from typing import Any
 
 from co2.config import Experiment, flatten
 from co2.errors import UserError, did_you_mean
+from co2.files import parse_json
 
 # What a study decides for each of its cells, and the option with which the user decides it.
 _DECIDED = {"data": "--data", "out": "--out", "seed": "--seeds", "resume": "", "device": "--device"}
@@ -30,7 +31,7 @@ def parse_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
 def _value(text: str) -> Any:
     for spelling in (text, text.lower()):  # 0.3, [0.08,1]; True
         try:
-            return json.loads(spelling)
+            return parse_json(spelling)
         except ValueError:
             continue
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
