@@ -16,10 +16,9 @@ from co2.errors import UserError
 from co2.machine import workers as workers_module
 from co2.philox import Stream, permutation, uniforms
 from co2.views import loader as loader_module
-from co2.views.batched import LARGEST_SIZE
 from co2.views.loader import ViewLoader, plain_batches
 from co2.views.parameters import draw
-from co2.views.transform import make_view, plain_view
+from co2.views.transform import LARGEST_SIZE, make_view, plain_view
 from co2.views.view import moco_v2_views
 
 AUGMENTATION = moco_v2_views(16)

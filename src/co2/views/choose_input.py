@@ -6,7 +6,7 @@ All images on the GPU where they fit; else JPEGs that the GPU decodes; else work
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -72,15 +72,12 @@ def choose_input(
     source: ImageSource,
     views: Sequence[View],
     *,
-    batch_size: int,
-    seed: int,
     workers: int,
     device: torch.device,
-    smallest: int = 2,
-    share: Callable[[int], slice] = slice,
     wanted: Wanted = "auto",
     budget_bytes: int | None = None,
     progress: Progress | None = None,
+    **common: Any,
 ) -> tuple[ViewLoader, str]:
     """A loader, and a sentence about it for the user.
 
@@ -90,16 +87,9 @@ def choose_input(
         budget_bytes: how many bytes of pixels may lie on the GPU: a quarter of its free memory unless said otherwise,
             and nine tenths where `resident` is asked for by name.
         progress: told how far `resident` is with reading.
+        common: what else `ViewLoader` asks for: batch_size, seed, and perhaps smallest and share.
     """
-    common: dict[str, Any] = {
-        "source": source,
-        "views": views,
-        "batch_size": batch_size,
-        "seed": seed,
-        "workers": workers,
-        "smallest": smallest,
-        "share": share,
-    }
+    common |= {"source": source, "views": views, "workers": workers}
 
     def with_workers(why: str) -> tuple[ViewLoader, str]:
         loader = ViewLoader(**common)

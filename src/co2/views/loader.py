@@ -19,9 +19,8 @@ from co2.data.source import BadImage, ImageSource, readable
 from co2.errors import UserError
 from co2.machine.workers import Workers, in_parts, results_of
 from co2.philox import Stream, permutation
-from co2.views.batched import make_views
 from co2.views.parameters import draw_then, draw_views
-from co2.views.transform import plain_view
+from co2.views.transform import make_views, plain_view
 from co2.views.view import View, made_together
 
 _BYTES_HELD = 64 << 20  # a batch of photographs can be gigabytes: only so much of it is decoded at a time

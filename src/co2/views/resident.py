@@ -18,7 +18,7 @@ from torch import Tensor
 from co2.data.source import BAD_IN_A_ROW, BadImage, ImageSource, Progress, too_many_in_a_row
 from co2.machine.workers import Workers, in_parts
 from co2.philox import Stream, permutation
-from co2.views import batched
+from co2.views import transform
 from co2.views.loader import Batch, ViewLoader, followed
 from co2.views.parameters import ViewParameters, draw_views
 from co2.views.view import View, made_together
@@ -66,7 +66,7 @@ def views_of(
         return make_views(Pictures(pixels, offsets, heights, widths), parameters, view)
     table = zip(offsets.tolist(), heights.tolist(), widths.tolist(), strict=True)
     images = [pixels[start : start + 3 * height * width].view(3, height, width) for start, height, width in table]
-    return batched.make_views(images, parameters, view)
+    return transform.make_views(images, parameters, view)
 
 
 class ResidentViews(ViewLoader):
