@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
-
-from co2.data.decode import EXTENSIONS
+from co2.data.decode import EXTENSIONS, opened
 from co2.data.destination import claimed, write_json
 from co2.data.fingerprint import fingerprint
 from co2.data.open import open_splits
@@ -192,7 +190,7 @@ def _known_extension(data: bytes, extension: str) -> str:
     if extension in EXTENSIONS:
         return _ANOTHER_NAME.get(extension, extension)
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with opened(data) as image:
             found = f".{(image.format or '').lower()}"
     except Exception:  # no image, for whatever reason: who reads it will say so
         found = ""
