@@ -156,6 +156,8 @@ FORGED_PLANS = {
     "a baseline that is not there": of_variant(baseline="nobody"),
     "a baseline that is a number": of_variant(baseline=7),
     "changes of nothing that there is": of_variant(changes={"no.such": 1}),
+    "changes of a command to the terminal": of_variant(changes={"\x1b[2J": 1}),
+    "a study called by a command to the terminal": lambda plan: rename_study(plan, "\x1b[2J"),
     "changes that are text": of_variant(changes="x"),
     "changes of the data": of_variant(changes={"data": "ftp://127.0.0.1/x"}),
     "changes of the run folder": of_variant(changes={"out": "/tmp/elsewhere"}),

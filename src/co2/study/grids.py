@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from co2 import recipes
 from co2.config import Experiment, flatten
 from co2.errors import UserError, did_you_mean
-from co2.schema import Line, PlainName
+from co2.schema import Line, PlainName, shown
 from co2.study.judges import QUICK, TRANSFER
 from co2.study.settings import changed, changes_between
 
@@ -308,7 +308,7 @@ def study_called(name: str) -> Study:
     """The study, or what is wrong with its name."""
     if name not in STUDIES:
         raise UserError(
-            f"There is no study '{name}'.{did_you_mean(name, [*STUDIES, 'list', 'report'])} There are "
+            f"There is no study '{shown(name)}'.{did_you_mean(name, [*STUDIES, 'list', 'report'])} There are "
             f"{', '.join(STUDIES)}."
         )
     return STUDIES[name]

@@ -10,6 +10,7 @@ from typing import Any
 from co2.config import Experiment, flatten
 from co2.errors import UserError, did_you_mean
 from co2.files import parse_json
+from co2.schema import shown
 
 # What a study decides for each of its cells, and the option with which the user decides it.
 _DECIDED = {"data": "--data", "out": "--out", "seed": "--seeds", "resume": "", "device": "--device"}
@@ -46,7 +47,7 @@ def changed(experiment: Experiment, changes: Mapping[str, Any]) -> Experiment:
     plain = dataclasses.asdict(experiment)
     for name, value in changes.items():
         if name not in known:
-            raise UserError(f"An experiment has no setting '{name}'.{did_you_mean(name, known)}")
+            raise UserError(f"An experiment has no setting '{shown(name)}'.{did_you_mean(name, known)}")
         group, _, inner = name.partition(".")
         if inner:
             plain[group][inner] = value
