@@ -240,6 +240,6 @@ def test_load_backbone_explains_what_is_missing(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("co2.checkpoint.safe_open", refuse)
-    with pytest.raises(co2.UserError, match=r"not a readable safetensors file: .*Permission denied"):
+    monkeypatch.setattr("os.open", refuse)
+    with pytest.raises(co2.UserError, match=r"not a readable safetensors file: no permission to read it"):
         load_backbone(tmp_path)

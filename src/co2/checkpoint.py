@@ -1,7 +1,7 @@
 """Everything a run is, on disk: checkpoints to continue from, and the backbone to hand over.
 
 Files are written under a temporary name, flushed to the disk and renamed, so that a reader finds a whole file or none.
-Nothing that could execute code is ever loaded: `weights_only=True` for checkpoints, safetensors for backbones.
+Nothing in them that could execute code is called: `networks/weights.py` reads what they say about their tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import io
 import json
 import math
 import os
-import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -22,15 +21,32 @@ from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from co2.config import Experiment
 from co2.errors import RunError, UserError
-from co2.files import WRITING, appearing_when_whole, write_atomically
-from co2.networks.backbones import build_backbone
+from co2.files import (
+    WRITING,
+    MissingFile,
+    UnreadableFile,
+    appearing_when_whole,
+    open_regular,
+    parse_json,
+    read_text,
+    write_atomically,
+)
+from co2.networks.backbones import build_backbone, outline
 from co2.networks.specification import Stem
+from co2.networks.weights import (
+    MOST_BYTES,
+    StoredTensor,
+    describe_pickled,
+    describe_safetensors,
+    misfits,
+    read_pickled,
+    read_tensors,
+)
 from co2.views.view import VIEW_SIZES
 
 CONFIG = "config.json"
@@ -182,23 +198,18 @@ class DamagedCheckpoint(UserError):  # noqa: N818 - it names the file, not the p
     """A checkpoint that is not what was written."""
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The state that `write_checkpoint` wrote, on the CPU."""
-    checksum = path.with_suffix(CHECKSUM)
-    if checksum.is_file():
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if checksum.read_text(errors="replace").split()[:1] != [digest]:
-            raise DamagedCheckpoint(f"{path} is damaged: its checksum is not the one it was written with.")
+def read_checkpoint(path: Path, read: Callable[[Path], dict[str, Any]] = read_pickled) -> dict[str, Any]:
+    """The state that `write_checkpoint` wrote, on the CPU; with `describe_pickled`, what the file says of it."""
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{path} holds more than tensors and plain values, so it is not loaded: it was not written by this program."
-        ) from error
-    except Exception as error:  # a damaged file makes its reader raise almost anything
-        raise DamagedCheckpoint(f"{path} cannot be read: it is damaged or incomplete.") from error
-    return state
+        describe_pickled(path)  # before all of it is read for its checksum
+        with suppress(MissingFile):
+            written = read_text(path.with_suffix(CHECKSUM), errors="replace").split()[:1]
+            with open_regular(path, MOST_BYTES) as file:
+                if written != [hashlib.file_digest(file, "sha256").hexdigest()]:  # type: ignore[arg-type]
+                    raise UnreadableFile("its checksum is not the one it was written with")
+        return read(path)
+    except UnreadableFile as error:
+        raise DamagedCheckpoint(f"{path} is damaged, or was not written by this program: {error}.") from error
 
 
 class _Summing(io.RawIOBase):
@@ -257,19 +268,15 @@ def load_backbone(run: str | Path, classes: int = 0) -> nn.Module:
     """
     if classes < 0:
         raise UserError(f"classes must be 0, for pooled features, or how many there are; got {classes}.")
-    weights, description = read_backbone(run)
+    stored, description = describe_backbone(run)
     stem: Any = description["stem"]
     name, view_size = description["backbone"], int(description["view_size"])
-    backbone = build_backbone(name, stem=stem, view_size=view_size)
-    try:
-        load_weights(backbone, weights)
-    except RuntimeError as error:
-        raise UserError(f"{run} does not fit {name}. {error}") from error
-    if not classes:
-        return backbone
-    with_classifier = build_backbone(name, stem=stem, view_size=view_size, classes=classes)
-    load_weights(with_classifier, weights, strict=False)  # all but the new classifier, as the strict load has shown
-    return with_classifier
+    complaint = misfits(stored, outline(name, stem, view_size).state_dict())
+    if complaint:
+        raise UserError(f"{run} does not fit {name}. {complaint}.")
+    backbone = build_backbone(name, stem=stem, view_size=view_size, classes=classes)
+    load_weights(backbone, read_tensors(stored), strict=not classes)  # all but a new classifier, which no file has
+    return backbone
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
@@ -279,8 +286,8 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor], strict: bool 
     module.load_state_dict(state, strict=strict)
 
 
-def read_backbone(run: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The weights of a saved backbone, and what the file says about itself."""
+def describe_backbone(run: str | Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Which weights a saved backbone has, and what the file says about itself."""
     path = Path(run)
     if os.path.isdir(path):  # pathlib's own raises where it may not look
         path = path / BACKBONE
@@ -290,12 +297,10 @@ def read_backbone(run: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{BACKBONE}."
         )
     try:
-        with safe_open(path, framework="pt") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
-            description = dict(file.metadata() or {})
-    except (SafetensorError, OSError) as error:
+        weights, description = describe_safetensors(path)
+    except UnreadableFile as error:
         raise UserError(f"{path} is not a readable safetensors file: {error}.") from error
-    if not _describes_a_backbone(description) or not all(map(str.isprintable, weights)):  # names get into sentences
+    if not _describes_a_backbone(description):
         raise UserError(f"{path} does not say which backbone it holds: it was not written by `co2 pretrain`.")
     return weights, description
 
@@ -303,15 +308,15 @@ def read_backbone(run: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _describes_a_backbone(description: Mapping[str, str]) -> bool:
     """Whether a file says about itself what `save_backbone` writes: it may come from anywhere."""
     try:
-        channels = [float(value) for name in ("mean", "std") for value in json.loads(description[name])]
+        channels = [float(value) for name in ("mean", "std") for value in parse_json(description[name])]
         return (
-            bool(description["backbone"])
-            and description["backbone"].isprintable()
+            0 < len(description["backbone"]) <= 100
+            and all(text.isprintable() for text in description.values())
             and description["stem"] in get_args(Stem)
             and re.fullmatch(r"[1-9][0-9]{0,3}", description["view_size"]) is not None
             and int(description["view_size"]) in VIEW_SIZES
             and len(channels) == 6
             and all(map(math.isfinite, channels))
         )
-    except (KeyError, ValueError, TypeError, RecursionError, OverflowError):
+    except (KeyError, ValueError, TypeError):
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from co2.errors import RunError
+from co2.errors import RunError, escaped
 
 T = TypeVar("T")
 
@@ -35,15 +34,7 @@ def printable(name: str | bytes) -> str:
     UTF-8) is shown as Python shows it, \\n or \\x1b; a backslash is doubled, so that no two names become the same.
     """
     text = name.decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name
-    if text.isprintable() and "\\" not in text:
-        return text
-    return "".join(map(_printable_character, text))
-
-
-def _printable_character(character: str) -> str:
-    if character != "\\" and (character.isprintable() or unicodedata.category(character) == "Zs"):
-        return character
-    return character.encode("unicode_escape").decode()
+    return escaped(text.replace("\\", "\\\\"))
 
 
 def in_words(error: Exception) -> str:

@@ -8,13 +8,12 @@
     torchvision/resnet50:DEFAULT        the same with its published weights, downloaded if they are not there yet
     random, random:torchvision/NAME     random weights; alone, those of whatever it is compared with, or of a ResNet-50
 
-Files are read as tensors and plain values only: nothing in them can execute code.
+Files are read as tensors and plain values only, by `networks/weights.py`: nothing in them can execute code.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import urllib.error
 from collections.abc import Mapping, Sequence
@@ -28,21 +27,20 @@ from torch import Tensor, nn
 from torchvision.models import list_models
 from torchvision.models.resnet import ResNet
 
-from co2.checkpoint import BACKBONE, checkpoints, load_weights, read_backbone, read_checkpoint
+from co2.checkpoint import BACKBONE, checkpoints, describe_backbone, load_weights, read_checkpoint
 from co2.config import Experiment
 from co2.errors import UserError, did_you_mean
 from co2.evaluation.presets import MOCO_V1, MOCO_V2
-from co2.networks.backbones import UnsuitableViewSizeError, build_backbone, feature_width
+from co2.files import UnreadableFile
+from co2.networks.backbones import UnsuitableViewSizeError, build_backbone, feature_width, outline
 from co2.networks.encoder import Encoder, build_head
 from co2.networks.specification import Stem
+from co2.networks.weights import StoredTensor, describe_pickled, misfits, read_tensors, some
 from co2.views.view import VIEW_SIZES, View, crop_and_flip
 
 PAPER_BACKBONE = "torchvision/resnet50"
 SEEDS = 2**63
-_KEYS_SHOWN = 6  # of those that do not fit
 _WIDEST_LAYER = 2**16  # of a head
-# In what torch says of a pickle that it refuses.
-_ASKS_FOR_CODE = re.compile(r"error:.*(GLOBAL|unrecognized function|allowlisted)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class Subject:
         """Length of the pooled features, or of the embeddings."""
         if self.head:
             return len(self.head["weight" if "weight" in self.head else "2.weight"])
-        return feature_width(build_backbone(self.backbone, self.stem, self.view_size))
+        return feature_width(outline(self.backbone, self.stem, self.view_size))
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -191,7 +189,8 @@ def _named(name: str, view_size: int | None, seed: int, embeddings: bool) -> Sub
 
 
 def _saved_backbone(path: Path) -> Subject:
-    weights, description = read_backbone(path)
+    weights: Any
+    weights, description = describe_backbone(path)
     stem: Any = description["stem"]
     return Subject(
         name=str(path),
@@ -214,10 +213,11 @@ def _stem_as_trained(stem: Stem, view_size: int) -> Stem:
 
 def _pickled(path: Path) -> Subject:
     """A checkpoint of this program, or of the MoCo authors'."""
-    if path.parent.name == "checkpoints" and path.suffix == ".pt":
-        state = read_checkpoint(path)
-    else:
-        state = _load_plain(path)
+    own = path.parent.name == "checkpoints" and path.suffix == ".pt"
+    try:
+        state: Any = read_checkpoint(path, describe_pickled) if own else describe_pickled(path)
+    except UnreadableFile as error:
+        raise UserError(f"{path} cannot be read: {error}.") from error
     if not isinstance(state, dict):
         raise UserError(f"{path} holds a {type(state).__name__}, not a checkpoint.")
     if "experiment" in state and "mechanism" in state:
@@ -225,25 +225,9 @@ def _pickled(path: Path) -> Subject:
     if "state_dict" in state:
         return _moco_checkpoint(path, state)
     raise UserError(
-        f"{path} is not a checkpoint that is understood: it has {_some(state)}. Official MoCo checkpoints have "
+        f"{path} is not a checkpoint that is understood: it has {some(state)}. Official MoCo checkpoints have "
         "arch and state_dict."
     )
-
-
-def _load_plain(path: Path) -> Any:
-    try:
-        with open(path, "rb") as file:
-            begins_like_one = file.read(4).startswith((b"PK\x03\x04", b"\x80"))  # a zip archive, or a bare pickle
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a file that is damaged, or something else, makes its reader raise almost anything
-        if isinstance(error, pickle.UnpicklingError) and begins_like_one and _ASKS_FOR_CODE.search(str(error)):
-            raise UserError(
-                f"{path} holds more than tensors and plain values. Loading it could run any code that its author put "
-                "there, so it is refused. If you trust its author, load it yourself, and save its state dict and "
-                "architecture alone: "
-                "torch.save({'arch': 'resnet50', 'state_dict': checkpoint['state_dict']}, 'clean.pth')"
-            ) from error
-        raise UserError(f"{path} cannot be read: it is damaged, incomplete, or no checkpoint at all.") from error
 
 
 def _training_checkpoint(path: Path, state: Mapping[str, Any]) -> Subject:
@@ -275,24 +259,26 @@ def _moco_checkpoint(path: Path, state: Mapping[str, Any]) -> Subject:
     weights = {key: value for key, value in entries.items() if not key.startswith("fc.")}
     if not weights:
         raise UserError(
-            f"{path} has no query encoder: no entry begins with module.encoder_q. It has {_some(everything)}. "
+            f"{path} has no query encoder: no entry begins with module.encoder_q. It has {some(everything)}. "
             "Checkpoints of MoCo v1 and v2 pre-training are understood, those of a linear classifier on top are not."
         )
-    architecture = str(state.get("arch", "resnet50"))
+    architecture = state.get("arch", "resnet50")
+    if not isinstance(architecture, str) or len(architecture) > 100:
+        raise UserError(f"{path} is damaged, or no checkpoint: its arch is not the name of an architecture.")
     recipe = MOCO_V1 if "fc.weight" in entries else MOCO_V2 if "fc.0.weight" in entries else ""
     head = {key.removeprefix("fc."): value for key, value in entries.items() if key.startswith("fc.")}
     return Subject(name=str(path), backbone=f"torchvision/{architecture}", weights=weights, head=head, recipe=recipe)
 
 
-def _tensors(path: Path, name: str, entries: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a state dict whose names begin with `prefix`, without it, once it is known to be one."""
+def _tensors(path: Path, name: str, entries: Any, prefix: str = "") -> dict[str, Any]:
+    """What a state dict says of its tensors whose names begin with `prefix`, without it, once it is known to be one."""
     if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
         raise UserError(f"{path} is damaged, or no checkpoint: its {name} does not name tensors.")
     found = {key: value for key, value in entries.items() if key.startswith(prefix)}
     for key, value in found.items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, StoredTensor):
             raise UserError(
-                f"{path} is damaged, or no checkpoint: {key} in its {name} is a {type(value).__name__}, not a tensor."
+                f"{path} is damaged, or no checkpoint: {some([key])} in its {name} is no dense tensor of plain numbers."
             )
     return {key.removeprefix(prefix): value for key, value in found.items()}
 
@@ -303,7 +289,7 @@ def _empty_head(like: Mapping[str, Tensor]) -> nn.Module:
         dimension, width = like["weight"].shape
         return build_head(width, None, dimension)
     hidden, width = like["0.weight"].shape
-    return build_head(width, hidden, len(like["2.weight"]))
+    return build_head(width, hidden, like["2.weight"].shape[0])
 
 
 def _model(backbone: str, weights: str, seed: int, view_size: int | None) -> Subject:
@@ -384,30 +370,20 @@ def _published_timm(backbone: str, weights: str, view_size: int | None) -> Subje
 def _checked(subject: Subject, view_size: int | None) -> Subject:
     """The subject with the view size that was asked for, once its weights are known to be all that its model needs."""
     subject = replace(subject, view_size=view_size or subject.view_size)
-    backbone = build_backbone(subject.backbone, subject.stem, subject.view_size)
-    wanted = backbone.state_dict()
-    complaints = []
-    missing = [key for key in wanted if key not in subject.weights]
-    unknown = [key for key in subject.weights if key not in wanted]
-    shapes = [
-        f"{key} {tuple(subject.weights[key].shape)} instead of {tuple(wanted[key].shape)}"
-        for key in wanted
-        if key in subject.weights and subject.weights[key].shape != wanted[key].shape
-    ]
-    for words, keys in (("missing", missing), ("unknown to it", unknown), ("of another shape", shapes)):
-        if keys:
-            complaints.append(f"{words}: {_some(keys)}")
-    if complaints:
+    backbone = outline(subject.backbone, subject.stem, subject.view_size)
+    complaint = misfits(subject.weights, backbone.state_dict())
+    if complaint:
         raise UserError(
             f"The weights in {subject.name} are not those of {subject.backbone}"
             + (f" with the {subject.stem} stem" if subject.stem != "standard" else "")
-            + f". {'; '.join(complaints)}. Is this the file of another architecture?"
+            + f". {complaint}. Is this the file of another architecture?"
         )
     if subject.head and not _is_head(subject.head, feature_width(backbone)):
         raise UserError(
             f"The head in {subject.name} is neither MoCo's nor MoCo v2's, or not of {subject.backbone}: it has "
-            f"{_some(f'{key} {tuple(tensor.shape)}' for key, tensor in subject.head.items())}."
+            f"{some(f'{key} {tuple(tensor.shape)} {tensor.dtype}' for key, tensor in subject.head.items())}."
         )
+    subject = replace(subject, weights=read_tensors(subject.weights), head=read_tensors(subject.head))
     for key, tensor in (*subject.weights.items(), *subject.head.items()):
         if tensor.is_floating_point() and not tensor.float().isfinite().all():
             raise UserError(
@@ -418,29 +394,18 @@ def _checked(subject: Subject, view_size: int | None) -> Subject:
     return subject
 
 
-def _is_head(entries: Mapping[str, Tensor], width: int) -> bool:
+def _is_head(entries: Mapping[str, Any], width: int) -> bool:
     """Whether these are the weights of one layer, or of two, on features of this width. Files may claim any shape."""
-    shapes = {key: tuple(tensor.shape) for key, tensor in entries.items()}
-    outputs = {key: shape[0] for key, shape in shapes.items() if shape and 0 < shape[0] <= _WIDEST_LAYER}
-    if shapes.keys() == outputs.keys() == {"weight", "bias"}:
-        return shapes == {"weight": (outputs["weight"], width), "bias": (outputs["weight"],)}
-    if shapes.keys() == outputs.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}:
-        hidden, dimension = outputs["0.weight"], outputs["2.weight"]
-        return shapes == {
-            "0.weight": (hidden, width),
-            "0.bias": (hidden,),
-            "2.weight": (dimension, hidden),
-            "2.bias": (dimension,),
-        }
-    return False
+    if not all(0 < side <= _WIDEST_LAYER for tensor in entries.values() for side in tensor.shape):
+        return False
+    try:
+        with torch.device("meta"):
+            wanted = _empty_head(entries).state_dict()
+    except (KeyError, ValueError, IndexError):
+        return False
+    return next(iter(wanted.values())).shape[1] == width and not misfits(entries, wanted)
 
 
 def _three(numbers: Sequence[float]) -> tuple[float, float, float]:
     red, green, blue = numbers
     return float(red), float(green), float(blue)
-
-
-def _some(keys: Any) -> str:
-    names = [str(key) for key in keys]
-    more = len(names) - _KEYS_SHOWN
-    return ", ".join(names[:_KEYS_SHOWN]) + (f" and {more} more" if more > 0 else "")

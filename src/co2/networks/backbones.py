@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from co2.errors import UserError, did_you_mean
@@ -85,6 +87,30 @@ def build_backbone(name: str, stem: Stem = "standard", view_size: int = 224, cla
     return model
 
 
+def outline(name: str, stem: Stem = "standard", view_size: int = 224) -> nn.Module:
+    """The model that `build_backbone` builds, of names and shapes alone, on PyTorch's meta device.
+
+    It takes no memory for weights or images, whatever the name and the size are: these may come out of a file, and the
+    weights beside them be others.
+    """
+    with torch.device("meta"), _NumbersOnCpu(name.startswith("torchvision/regnet")):
+        return build_backbone(name, stem, view_size)
+
+
+class _NumbersOnCpu(TorchFunctionMode):
+    """Where models are built without memory: the few numbers that some of them compute their layers from are there."""
+
+    def __init__(self, of_regnet: bool) -> None:
+        super().__init__()
+        self.functions = (torch.linspace, torch.arange, torch.tensor) if of_regnet else (torch.linspace,)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if function in self.functions and options.get("device") is None:
+            options = options | {"device": "cpu"}
+        return function(*args, **options)
+
+
 def feature_width(backbone: nn.Module) -> int:
     """How many numbers a backbone built with `classes=0` returns for an image."""
     for module in backbone.modules():
@@ -158,7 +184,9 @@ def _timm_model(name: str, view_size: int, classes: int) -> nn.Module:
             f"The backbone 'timm/{name}' needs timm, which is not installed. Install it with: "
             "pip install 'consistent-contrast[timm]'"
         ) from error
-    if not timm.models.is_model(name):
+    architecture, _, weights = name.partition(".")
+    known = timm.models.is_model(architecture)
+    if not known or (weights and name not in timm.models.get_arch_pretrained_cfgs(architecture)):
         raise UserError(
             f"timm {timm.__version__} has no model called '{name}'.{did_you_mean(name, timm.list_models())}"
             " timm.list_models() names them all."
@@ -203,13 +231,17 @@ def _is_resnet(model: nn.Module) -> bool:
 
 def check_view_size(model: nn.Module, name: str, view_size: int) -> None:
     """Send one view through the model: better a clear word now than an obscure one in the first step."""
-    view = torch.zeros(1, 3, view_size, view_size, device=next(model.parameters()).device)
+    shapes = {key: tensor.to("meta") for key, tensor in (*model.named_parameters(), *model.named_buffers())}
+    view = torch.zeros(1, 3, view_size, view_size, device="meta")
     model.eval()
     try:
         with torch.no_grad():
-            outputs: Tensor = model(view)
+            outputs: Tensor = functional_call(model, shapes, (view,))  # without memory for what lies between the layers
     except (AssertionError, ValueError, RuntimeError) as error:
+        if "meta tensor" in str(error):  # the way through some models depends on values, which are not there
+            return
         raise UnsuitableViewSizeError(name, view_size, error) from error
     finally:
         model.train()
-    assert outputs.ndim == 2, f"{name} returns {tuple(outputs.shape)} for one image"
+    if outputs.ndim != 2:
+        raise UserError(f"The backbone '{name}' returns {tuple(outputs.shape)} for one image, and not its features.")
