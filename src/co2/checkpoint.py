@@ -281,8 +281,10 @@ def load_backbone(run: str | Path, classes: int = 0) -> nn.Module:
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
     """Load weights that are of this very version of the model, which plain tensors do not say, and some models ask."""
-    state = OrderedDict(weights)
-    state._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
+    state, own = OrderedDict(weights), module.state_dict()
+    # Where a layer looks up its biases follows from its shape; a file could have it look beside them.
+    state.update({key: own[key] for key in own if key in state and key.endswith("relative_position_index")})
+    state._metadata = own._metadata  # type: ignore[attr-defined]
     module.load_state_dict(state, strict=strict)
 
 

@@ -187,7 +187,7 @@ def test_files_that_cost_before_they_are_compared_are_a_sentence(
     assert mib < MOST_MIB
 
 
-@pytest.mark.parametrize("most", [2**18, pytest.param(4 * 2**20 - 100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [2**16, pytest.param(4 * 2**20 - 100, marks=pytest.mark.slow)])
 def test_pickles_that_would_take_memory_or_time_without_end(tmp_path: Path, most: int) -> None:
     """As long as a description may be, of whatever asks for most: objects, nesting, arguments, keys, places to keep."""
     parts = members(saved({"state_dict": {}}), tmp_path / "whole")
@@ -308,6 +308,16 @@ def test_heads_of_another_kind_are_refused(path: Path, narrow: dict[str, torch.T
     assert open_subject(str(path)).width == 128
     with pytest.raises(co2.UserError, match=r"(head|weights).*other\.pth"):
         open_subject(str(path), embeddings=True)
+
+
+def test_where_a_layer_looks_is_not_taken_from_a_file(tmp_path: Path) -> None:
+    swin = build_backbone("torchvision/swin_t", view_size=32).state_dict()
+    places = {key: value + 10**6 for key, value in swin.items() if key.endswith("relative_position_index")}
+    assert places
+    described = DESCRIBED | {"backbone": "torchvision/swin_t", "stem": "standard"}
+    (tmp_path / "backbone.safetensors").write_bytes(save(swin | places, metadata=described))
+    for module in (load_backbone(tmp_path), open_subject(str(tmp_path)).build()):
+        assert module.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 768)
 
 
 # Names.

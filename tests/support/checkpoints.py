@@ -35,7 +35,7 @@ class Member:
 
 def archive(members: list[Member], shift: int = 0) -> bytes:
     """A zip archive with these parts; `shift` is by how much its directory points beside them."""
-    content, directory = b"", b""
+    content, directory = bytearray(), bytearray()
     for member in members:
         name = member.name.encode("utf-8", "surrogateescape")
         size = len(member.data) if member.size is None else member.size
@@ -46,7 +46,7 @@ def archive(members: list[Member], shift: int = 0) -> bytes:
         directory += b"PK\x01\x02" + struct.pack("<H", 20) + common + struct.pack("<HHHII", 0, 0, 0, 0, place) + name
         content += b"PK\x03\x04" + common + name + member.data
     end = struct.pack("<HHHHIIH", 0, 0, len(members), len(members), len(directory), len(content), 0)
-    return content + directory + b"PK\x05\x06" + end
+    return bytes(content + directory) + b"PK\x05\x06" + end
 
 
 def members(data: bytes, path: Path) -> list[Member]:
