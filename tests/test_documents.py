@@ -1,4 +1,4 @@
-"""The README, the pages under docs and what is written beside the records: what they link to is there."""
+"""The README, the pages under docs and in results: what they link to is there."""
 
 import re
 from pathlib import Path
@@ -7,8 +7,7 @@ from urllib.parse import unquote
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NOTES = sorted((ROOT / "results").glob("*/*notes.md"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *NOTES]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "results").glob("*.md"))]
 
 
 def prose(page):

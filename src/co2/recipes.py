@@ -174,7 +174,7 @@ def co2_simclr_small() -> Experiment:
 
 def insdisc_small() -> Experiment:
     """InsDisc for small images. Its bank is an epoch old, and takes smaller steps than MoCo's queue: half the learning
-    rate, chosen with a narrow network on a part of CIFAR-10's training images (results/insdisc-small)."""
+    rate, chosen with a narrow network on a part of CIFAR-10's training images (results/LOG.md, insdisc-small)."""
     return moco_small().edit(
         recipe="insdisc-small",
         encoder={"groups": 1, "shuffle_keys": False},
@@ -194,7 +194,8 @@ def demo_moco() -> Experiment:
     """A network and a schedule small enough for a minute or two on one CPU core, on pictures that co2 renders itself.
 
     Grey views in seven of ten cases, and none with another hue: telling these pictures apart by colour is easy and
-    teaches little about shape. The warm-up, alpha and tau_con were chosen on pictures put aside (results/demo-shapes).
+    teaches little about shape. The warm-up, alpha and tau_con were chosen on pictures put aside
+    (results/LOG.md, demo-shapes).
     """
     return Experiment(
         recipe="demo-moco",

@@ -37,7 +37,7 @@ float16 (precision="fast", the default) or kept in float32 (precision="full", wi
 TF32's ten bits of mantissa at twice the rate and half the traffic. What it lacks is range, which unit rows do not need:
 no element exceeds 1, and one below 2^-14 loses at most 2^-25 of a row of length 1. bfloat16 rows lose nothing else.
 The weights G and H are scaled by a bound of their size before they are rounded, and the product is scaled back.
-Relative errors against float64 at B = 256, K = 65,536, D = 128, τ = 0.2, σ = 0.05 on an H200 (results/contrast):
+Relative errors against float64 at B = 256, K = 65,536, D = 128, τ = 0.2, σ = 0.05 on an H200 (results/speed.csv):
 
                                      L_ins    L_con    gradient of L_ins   gradient of L_con
     fused, "fast"                    9e-7     9e-5     8e-6                5e-4
