@@ -14,9 +14,9 @@ import torchvision
 import co2
 
 
-def run(*words, **kwargs):
+def run(*words, timeout=300, **kwargs):
     return subprocess.run(
-        [sys.executable, "-m", "co2.cli", *map(str, words)], capture_output=True, text=True, timeout=300, **kwargs
+        [sys.executable, "-m", "co2.cli", *map(str, words)], capture_output=True, text=True, timeout=timeout, **kwargs
     )
 
 
@@ -46,6 +46,32 @@ def test_recipes_lists_all_and_prints_one():
     for name in co2.recipes.RECIPES:
         assert name in listing
     assert co2.Experiment.from_json(run("recipes", "co2-v2").stdout) == co2.recipes.co2_v2()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no disk that is always full")
+@pytest.mark.parametrize("words", ["recipes", "--help", "pretrain demo-co2 --help"])
+def test_an_answer_that_cannot_be_written_is_a_failure_in_a_sentence(words):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "co2", *words.split()]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "co2: Not everything could be printed (No space left on device).\n"
+
+
+@pytest.mark.parametrize("columns", ["1", "4"])
+def test_help_on_a_narrow_terminal_costs_nothing(columns):
+    done = run("pretrain", "demo-co2", "--help", env={**os.environ, "COLUMNS": columns}, timeout=60)
+    assert done.returncode == 0
+    assert "--epochs" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit on addresses is kept by few systems")
+def test_too_few_addresses_to_begin_with_are_told_in_a_sentence(tmp_path):
+    few = ["bash", "-c", 'ulimit -v 1500000 && exec "$@"', "bash", sys.executable, "-m", "co2"]
+    words = ["pretrain", "demo-co2", "--out", tmp_path / "run"]
+    done = subprocess.run([*few, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.fullmatch(r"co2: torch and what it needs do not fit into the 1\.4 GiB .*\(ulimit -v\).*\n", done.stderr)
 
 
 def test_pretrain_end_to_end_prints_three_lines_that_work(tmp_path):

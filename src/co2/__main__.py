@@ -1,5 +1,7 @@
 """`python -m co2`: the command line."""
 
+import sys
+
 from co2.cli import main
 
-main()
+sys.exit(main())

@@ -19,9 +19,10 @@ from typing import Annotated, Literal
 
 import tyro
 
-from co2.errors import UserError, did_you_mean
+from co2.errors import RunError, UserError, did_you_mean
+from co2.machine.device import why_no_import
 from co2.machine.process import read_launch
-from co2.machine.terminal import lasting_output
+from co2.machine.terminal import Lasting, lasting_output, not_too_narrow
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,9 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [_from_home(word) for word in (sys.argv[1:] if arguments is None else arguments)]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text that can be printed
-    with lasting_output():
+    not_too_narrow()
+    with lasting_output() as printed:
         try:
-            return _dispatch(words)
+            return _answer(words, printed)
         except UserError as error:
             if _speaks():  # of many processes with the same mistake
                 print(f"co2: {error}", file=sys.stderr)
@@ -39,6 +41,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("co2: interrupted.", file=sys.stderr)
             return 130
+        except (ImportError, MemoryError) as error:
+            why = why_no_import(error)
+            if why is None:
+                raise
+            print(f"co2: {why}", file=sys.stderr)
+            return 1
+
+
+def _answer(words: list[str], printed: Lasting) -> int:
+    """Run a command. What it was to print may be lost where files have the same, as long runs write them."""
+    try:
+        ended: int | SystemExit = _dispatch(words)
+    except SystemExit as asked:  # of --help
+        ended = asked
+    printed.flush()
+    kept = words[:1] in _IN_FILES and not {"-h", "--help"} & set(words)
+    if printed.failed is not None and not kept:
+        raise RunError(f"Not everything could be printed ({printed.failed.strerror}).")
+    if isinstance(ended, SystemExit):
+        raise ended
+    return ended
 
 
 def _from_home(word: str) -> str:
@@ -347,8 +370,11 @@ def _image_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
     count as speed."""
     from rich.progress import MofNCompleteColumn, Progress
 
+    if not sys.stdout.isatty():  # where some releases of rich print an empty line for a bar that is not shown
+        yield lambda done, total: None
+        return
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as bar:
+    with Progress(*columns, transient=True) as bar:
         task = bar.add_task(doing, total=None)
 
         def show(done: int, total: int) -> None:
@@ -451,6 +477,8 @@ COMMANDS: dict[str, Command] = {
     "plan": Command("plan RECIPE", "how long a run takes on your machine, and how much memory and energy", _plan),
     "data": Command("data KIND", "write pictures to try things on, tar shards, or a packed copy of any images", _data),
 }
+
+_IN_FILES = [["pretrain"], ["demo"], ["evaluate"], ["study"], ["data"]]  # what these print, or more, is written
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -26,6 +26,7 @@ from co2.checkpoint import CheckpointWriter, checkpoints, read_checkpoint, write
 from co2.engine import monitor, trainer
 from co2.engine.pretrain import Run, Stopped, pretrain
 from co2.engine.progress import Quiet
+from co2.engine.records import rows_of
 from co2.errors import RunError
 from co2.files import unfinished
 
@@ -368,6 +369,51 @@ def test_a_terminal_that_is_closed_does_not_end_the_run(tmp_path):
     assert_whole(tmp_path / "run")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no disk that is always full")
+def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path):
+    command = [sys.executable, "-m", "co2.cli", *words(tmp_path / "run"), *MANY_EPOCHS]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert_whole(tmp_path / "run")
+        command = [sys.executable, "-m", "co2.cli", *words(tmp_path / "other"), *MANY_EPOCHS, "--epochs", "5000"]
+        process = subprocess.Popen(command, stdout=full, stderr=full)
+        wait_until(lambda: checkpoints(tmp_path / "other"), process)
+        process.send_signal(signal.SIGINT)  # which is answered with a word that nobody can be told
+        assert process.wait(timeout=60) == 128 + signal.SIGINT
+    (row,) = [row for row in rows_of(tmp_path / "run") if row["kind"] == "epoch" and row["step"] == 60]
+    assert "effective_rank" in row  # what was lost of the log is there
+
+
+def wait_until(something, process):
+    deadline = time.monotonic() + 60
+    while not something():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+SMALL_SHARED_MEMORY = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
+
+
+def test_a_run_with_workers_needs_no_shared_memory_and_stops_when_asked(tmp_path):
+    """With as little of it as some containers have; each result is larger."""
+    own = ["unshare", "-m", "sh", "-c", SMALL_SHARED_MEMORY, "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*own, "true"], capture_output=True).returncode:
+        pytest.skip("making /dev/shm small for one process needs to be root")
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "co2.cli", *words(run), "--views.size", "48", "--epochs", "5000", "--workers", "2"]
+    process = subprocess.Popen([*own, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: checkpoints(run), process)
+        process.terminate()
+        printed, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (128 + signal.SIGTERM, "")
+    assert "Stopped after step" in printed
+
+
 def test_a_run_in_python_goes_on_without_its_reader(tiny, tmp_path, monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
@@ -657,6 +703,16 @@ def test_a_disk_that_fails_is_not_called_a_full_one(tiny, tmp_path, monkeypatch,
 
     monkeypatch.setattr(CheckpointWriter, "write", fail)
     with pytest.raises(RunError, match=rf"cannot be written to any more \({os.strerror(code)}\).*--resume"):
+        pretrain(tiny(), out=tmp_path / "run")
+
+
+@pytest.mark.parametrize(("name", "place"), [(None, "run"), ("run/checkpoints/one", "run"), ("temp/one", "temp/one")])
+def test_the_disk_that_is_called_full_is_the_one_that_is(tiny, tmp_path, monkeypatch, name, place):
+    def fail(self, state, step):
+        raise OSError(errno.ENOSPC, "No space left on device", *([str(tmp_path / name)] if name else []))
+
+    monkeypatch.setattr(CheckpointWriter, "write", fail)
+    with pytest.raises(RunError, match=f"The disk with {tmp_path / place} is full"):
         pretrain(tiny(), out=tmp_path / "run")
 
 

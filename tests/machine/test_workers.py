@@ -1,8 +1,10 @@
 """Processes that prepare something: what they make comes in order, whatever happens to them."""
 
 import array
+import errno
 import fcntl
 import multiprocessing
+import multiprocessing.synchronize
 import os
 import signal
 import subprocess
@@ -82,6 +84,66 @@ def assert_succeeds(body):
     process.kill()
     process.join()
     assert process.exitcode == 0
+
+
+def test_tensors_of_every_kind_arrive_as_they_were():
+    kinds = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64]
+    made = [
+        (torch.arange(24).reshape(2, 3, 4).to(kind).transpose(0, 2), torch.empty(0, 3, dtype=kind), torch.ones(()))
+        for kind in kinds
+    ]
+    for arrived, sent in zip(results_of(made.__getitem__, range(len(made)), 1), made, strict=True):
+        assert all(
+            torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(arrived, sent, strict=True)
+        )
+        arrived[0].zero_()  # it can be written to, as any tensor
+
+
+WITHOUT_SHARED_MEMORY = """
+import torch
+from co2.machine.workers import results_of
+
+def no_room(*arguments):
+    raise RuntimeError("unable to allocate shared memory(shm)")
+
+torch.UntypedStorage._share_fd_cpu_ = torch.UntypedStorage._share_filename_cpu_ = no_room
+print(sum(int(made[-1]) for made in results_of(lambda number: torch.full((100_000,), number), range(12), 2)))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system has no memory without a name")
+def test_tensors_are_handed_over_without_dev_shm():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_SHARED_MEMORY], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("66\n", "")
+
+
+NO_ROOM_AT_ALL = """
+import resource, signal, torch
+from co2.errors import RunError
+from co2.machine.workers import results_of
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    list(results_of(lambda number: torch.full((100_000,), number), range(4), 2))
+except RunError as error:
+    print(error)
+"""
+
+
+def test_a_result_that_cannot_be_handed_over_is_told_and_not_waited_for():
+    done = subprocess.run([sys.executable, "-c", NO_ROOM_AT_ALL], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("A process that prepares images cannot hand them over (File too large)."), done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/shm"), reason="semaphores are elsewhere")
+def test_workers_that_cannot_be_started_are_told_in_a_sentence(monkeypatch):
+    def no_room(*arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", no_room)
+    with pytest.raises(RunError, match=r"cannot be started \(No space left on device\)\. Try fewer --workers, or 0"):
+        list(results_of(made_of, range(4), 2))
 
 
 def dies_with_a_lock_in_its_hands(entry):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import inspect
 import itertools
 import sys
 import uuid
@@ -166,8 +167,10 @@ class Processes:
         if self.count == 1:
             return module
         # Buffers are no business of it: queues are equal everywhere by construction, running statistics averaged later.
+        known = inspect.signature(DistributedDataParallel).parameters  # newer releases of torch have another name
+        left_alone: Any = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
         return DistributedDataParallel(
-            module, process_group=self.fast_group, broadcast_buffers=False, gradient_as_bucket_view=True
+            module, process_group=self.fast_group, gradient_as_bucket_view=True, **left_alone
         )
 
     def _sum(self, tensor: Tensor) -> Tensor:

@@ -625,8 +625,9 @@ def _explained(run: Path) -> Iterator[None]:
         ) from error
     except OSError as error:
         gone = error.errno == errno.ENOENT and not os.path.exists(run / CONFIG)  # or it is another file that is missing
+        elsewhere = isinstance(error.filename, str) and not Path(error.filename).is_relative_to(run)
         if error.errno in DISK_FULL:
-            problem, remedy = f"The disk with {run} is full", "make room"
+            problem, remedy = f"The disk with {error.filename if elsewhere else run} is full", "make room"
         elif gone or error.errno in DISK_LOST:
             problem, remedy = f"The run folder {run} cannot be written to any more", "bring it back"
         else:

@@ -71,6 +71,19 @@ def choose_workers(asked: int, local_processes: int = 1) -> int:
     return min(16, max(0, cores() // local_processes - 1))
 
 
+def why_no_import(error: Exception) -> str | None:
+    """In a sentence that a limit on addresses (`ulimit -v`) keeps libraries from being loaded, if it does."""
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if most == resource.RLIM_INFINITY or not (isinstance(error, MemoryError) or "failed to map" in str(error)):
+        return None
+    return (
+        f"torch and what it needs do not fit into the {most / 2**30:.1f} GiB of addresses that a process may have here "
+        "(ulimit -v). Raise that limit: 4 GiB are enough for small networks on a CPU."
+    )
+
+
 def ran_out_of_memory(error: Exception) -> bool:
     """Whether that is what an error says, of a GPU or of the machine, for which torch has no error of its own."""
     import torch

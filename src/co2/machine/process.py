@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -82,7 +82,8 @@ def stop_requests() -> Iterator[list[int]]:
             if requests:  # Ctrl-C twice: the user does not want to wait
                 raise KeyboardInterrupt
             # By the one way that is safe in the middle of anything.
-            os.write(2, b"\nStopping, with everything kept. Ctrl-C again ends it at once.\n")
+            with suppress(OSError):  # of a full disk, or of a reader who has left
+                os.write(2, b"\nStopping, with everything kept. Ctrl-C again ends it at once.\n")
         # SIGTERM often comes twice, from a cluster and from its launcher.
         requests.append(number)
 

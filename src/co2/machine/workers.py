@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import copy
+import mmap
 import multiprocessing
+import os
 import signal
 import threading
 import warnings
@@ -12,10 +14,12 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection
+from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, dataloader
 from torch.utils.data._utils import signal_handling
 
 from co2.errors import RunError, UserError
@@ -38,11 +42,11 @@ class Workers(Generic[Entry, Result]):
     """
 
     def __init__(self, make: Callable[[Entry], Result], count: int, *, tensors: bool = True) -> None:
-        """`make` is copied into each process. `tensors`: results are handed over in shared memory, and wait where a GPU
+        """`make` is copied into each process. `tensors`: they are handed over in shared memory, and wait where a GPU
         can read them, if there is one; other results are sent through a pipe."""
         self._wanted: _Wanted[Entry] = _Wanted()
         self._loader: DataLoader[Any] = DataLoader(
-            _Made(make),
+            _Made(make, packed=tensors and count > 0),
             sampler=self._wanted,
             batch_size=None,  # an entry is a batch already
             num_workers=count,
@@ -136,14 +140,58 @@ class _Wanted(Sampler[Entry]):
 class _Made(Dataset[Any]):
     """What workers do."""
 
-    def __init__(self, make: Callable[[Any], Any]) -> None:
+    def __init__(self, make: Callable[[Any], Any], packed: bool) -> None:
         self.make = make
+        self.packed = packed
 
     def __getitem__(self, entry: Any) -> Any:
         try:
-            return self.make(entry)
+            result = self.make(entry)
+            return _Packed(result) if self.packed else result
         except UserError as error:
             return error  # as a value, because torch wraps what a worker raises in a page of traceback
+
+
+class _Packed:
+    """A result that a worker is about to hand over; it arrives as what it was.
+
+    It is packed where a failure can still be told. The queue does so in a thread of its own, which would lose the
+    result, and whoever wants it would wait for ever.
+    """
+
+    def __init__(self, result: Any) -> None:
+        try:
+            self._message = bytes(ForkingPickler.dumps(result))
+        except OSError as error:
+            raise RunError(
+                f"A process that prepares images cannot hand them over ({error.strerror}). Try fewer --workers, or 0."
+            ) from error
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[bytes]]:
+        return ForkingPickler.loads, (self._message,)
+
+
+def _shared(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """How a worker hands over a tensor: in memory that has no name.
+
+    torch takes memory from /dev/shm. Containers have 64 MiB there, which two batches may fill; memory without a name is
+    bounded by nothing but the machine's.
+    """
+    with os.fdopen(os.memfd_create("images"), "wb") as file:
+        file.truncate(max(1, tensor.nbytes))
+        _mapped(file.fileno(), tensor.shape, tensor.dtype).copy_(tensor)
+        return _received, (DupFd(file.fileno()), tensor.shape, tensor.dtype)
+
+
+def _mapped(file: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The tensor in a piece of memory, which is there for as long as the tensor is."""
+    memory = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+    return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def _received(handle: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    with os.fdopen(handle.detach(), "rb") as file:
+        return _mapped(file.fileno(), shape, dtype)
 
 
 def _as_it_is(result: Any) -> Any:  # by name, because a worker that is not forked cannot be sent a lambda
@@ -155,6 +203,11 @@ def _checked(loader: DataLoader[Any], by_pipe: bool) -> Iterator[Any]:
     try:
         with _signals_held_back():  # from workers that are just beginning
             results = iter(loader)
+    except OSError as error:
+        raise RunError(
+            f"Processes that prepare images cannot be started ({error.strerror}). Try fewer --workers, or 0."
+        ) from error
+    try:
         if by_pipe:
             _end_half_messages(results)
         for result in results:
@@ -171,8 +224,8 @@ def _checked(loader: DataLoader[Any], by_pipe: bool) -> Iterator[Any]:
         if not broken and "DataLoader worker" not in str(error):
             raise
         raise WorkerLost(
-            f"A process that prepares images was ended by the system ({error}). Most often memory ran out, or "
-            "shared memory (/dev/shm) is too small: try fewer --workers, or 0."
+            f"A process that prepares images was ended by the system ({error}). Most often memory ran out: try fewer "
+            "--workers, or 0."
         ) from error
 
 
@@ -203,6 +256,9 @@ warnings.filterwarnings("ignore", message="This DataLoader will create", module=
 # say. Without its signal handler the death is noticed where the next result is waited for, a few seconds later.
 signal_handling._SIGCHLD_handler_set = True
 
+# An iterator that could not even be made complains when it is cleared up unless it has this.
+dataloader._MultiProcessingDataLoaderIter._shutdown = True
+
 _all_workers: weakref.WeakSet[Workers[Any, Any]] = weakref.WeakSet()
 
 
@@ -230,4 +286,6 @@ def _signals_held_back() -> Iterator[None]:
 def _begin_worker(worker: int) -> None:
     for number in _NOT_FOR_WORKERS:
         signal.signal(number, signal.SIG_IGN)
+    if hasattr(os, "memfd_create"):  # else torch's own way stays
+        ForkingPickler.register(Tensor, _shared)
     end_with_parent()
