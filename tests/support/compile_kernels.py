@@ -76,8 +76,9 @@ def main() -> None:
         query, positive, negatives = torch.empty(b, d), torch.empty(b, d), torch.empty(k, d)
         columns = None if exclude is None else torch.zeros(b, exclude, dtype=torch.int64)
         gradients = (torch.empty(b), torch.empty(b))
-        for sigma, smoothing in [(0.02, 0.1)] if few else [(0.05, 0.0), (0.02, 0.1), (None, 0.1)]:
-            settings = fused.Settings(0.2, sigma, smoothing, full)
+        kinds = [(0.05, 0.0, 0), (0.02, 0.1, 0), (None, 0.1, 0), (0.1, 0.0, 1), (0.05, 0.0, 2), (0.2, 0.0, 3)]
+        for sigma, smoothing, form in [kinds[1], kinds[5]] if few else kinds:
+            settings = fused.Settings(0.2, sigma, 0.04 if form else sigma, form, smoothing, full)
             for rows in (negatives,) if few else (negatives, negatives.bfloat16(), negatives.half()):
                 *_, operands, statistics = fused.forward(query, positive, rows, columns, settings)
             for target, positive_too in [(False, False), (False, True), (True, True)]:

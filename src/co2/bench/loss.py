@@ -274,7 +274,7 @@ def sweep_shape(query: Tensor, positive: Tensor, negatives: Tensor, budget: floa
 
     from co2.objective import fused
 
-    options = fused.Settings(TAU, SIGMA, 0.0, False)
+    options = fused.Settings(TAU, SIGMA, None, 0, 0.0, False)
     instance, _, _, operands, saved = fused.forward(query, positive, negatives, None, options)
     gradient = instance.new_full((len(query),), 1 / len(query))
 

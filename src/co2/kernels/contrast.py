@@ -26,6 +26,16 @@ and with the gradient S = (g/τ)(w₊ − (1 − ε) − ε/(n + 1)) with respec
 
     ∂/∂q = Σ_j G_j n_j + S p,    ∂/∂p = Σ_j H_j n_j + S q,    ∂/∂n_j = Σ_rows (G_j q + H_j p)
 
+Other forms. The target may have a temperature ρ of its own: then P = softmax(b/ρ) and d_j = b_j/ρ − a_j/σ, which is
+log P_j − log Q_j + Z_P − Z_Q with the logarithms Z of the sums, and H_j has 1/ρ in the place of 1/σ. One-sided:
+
+    KL(P‖Q) = E_P[d] − Z_P + Z_Q,   G_j = (h/σ)(Q_j − P_j),             H_j = (h/ρ) P_j(d_j − E_P[d])
+    KL(Q‖P) = Z_P − Z_Q − E_Q[d],   G_j = (h/σ) Q_j(E_Q[d] − d_j),      H_j = (h/ρ)(P_j − Q_j)
+
+The cross entropy of a soft label's relation with the instance term's own prediction is Z − E_P[a]/τ = L_ins + s/τ + R.
+The kernels give s/τ + R, where R = −E_P[a]/τ is E_P[d] with σ = τ and d_j = −a_j/τ, so that G_j = −(h/τ) P_j, H_j is
+as of KL(P‖Q) and S has h/τ more. How much of it counts beside L_ins is the label's share and not the kernels' business.
+
 a and b are computed again, which is cheaper than storing them. MoCo needs ∂/∂q alone and gets no more than that.
 
 Order. Rows × splits of the negatives fill the chip. Each program writes its partial sums, and a small second kernel
@@ -69,10 +79,16 @@ import triton.language as tl
 
 LN_2 = tl.constexpr(math.log(2))
 
+# The forms of the consistency term, see the head of this file.
+SYMMETRIC = tl.constexpr(0)
+KL = tl.constexpr(1)
+REVERSE = tl.constexpr(2)
+RELATION = tl.constexpr(3)
+
 # What forward leaves for backward, one row of `statistics` [7, B] each.
 Z = tl.constexpr(0)  # log₂(e^{s/τ} + Σe^{a/τ})
 ZQ = tl.constexpr(1)  # log₂ Σe^{a/σ}
-ZP = tl.constexpr(2)  # log₂ Σe^{b/σ}
+ZP = tl.constexpr(2)  # log₂ Σe^{b/ρ}
 MEAN_Q = tl.constexpr(3)  # E_Q[d]
 MEAN_P = tl.constexpr(4)  # E_P[d]
 WEIGHT_POSITIVE = tl.constexpr(5)  # w₊
@@ -87,7 +103,7 @@ ABOVE = tl.constexpr(3)  # how many a exceed s
 SUM_A = tl.constexpr(4)
 VISIBLE = tl.constexpr(5)
 SUM_Q = tl.constexpr(6)  # Σe^{(a − top)/σ}
-SUM_QD = tl.constexpr(7)  # Σe^{(a − top)/σ}(b − a)
+SUM_QD = tl.constexpr(7)  # Σe^{(a − top)/σ}σd
 SUM_P = tl.constexpr(8)
 SUM_PD = tl.constexpr(9)
 PARTIALS = 10
@@ -218,9 +234,9 @@ def prepare_kernel(
 @triton.jit
 def forward_kernel(
     operands, negatives, exclude, similarity, partial,
-    B, K, D, E, negatives_stride, exclude_stride, exclude_step, tiles_per_split, per_tau, per_sigma,
-    CONSISTENCY: tl.constexpr, SMOOTHING: tl.constexpr, EXCLUDE: tl.constexpr, SQUARINGS: tl.constexpr,
-    RUNNING: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr, ONE_D: tl.constexpr,
+    B, K, D, E, negatives_stride, exclude_stride, exclude_step, tiles_per_split, per_tau, per_sigma, per_rho,
+    CONSISTENCY: tl.constexpr, FORM: tl.constexpr, SMOOTHING: tl.constexpr, EXCLUDE: tl.constexpr,
+    SQUARINGS: tl.constexpr, RUNNING: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr, ONE_D: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The sums of BLOCK_B rows over one split of the negatives."""
@@ -235,6 +251,7 @@ def forward_kernel(
     inside = tl.arange(0, BLOCK_K)
     tile_pointer = negatives + first_tile.to(tl.int64) * BLOCK_K * negatives_stride
     s = tl.load(similarity + rows, mask=in_batch, other=0.0)[:, None]
+    ratio = per_rho / per_sigma
     if ONE_D:  # queries and positives stay on the chip
         qp = _load_operands(operands, first_row, B, 0, D, PARTS, EVEN_D, BLOCK_B, BLOCK_D)
 
@@ -282,21 +299,25 @@ def forward_kernel(
                 sum_q *= fade
                 sum_qd *= fade
                 old_top, top_b = top_b, tl.maximum(top_b, tl.max(b, axis=1))
-                fade = tl.exp2((old_top - top_b) * per_sigma)[:, None]
+                fade = tl.exp2((old_top - top_b) * per_rho)[:, None]
                 sum_p *= fade
                 sum_pd *= fade
         above += _lane_sums(tl.where(a > s, 1.0, 0.0))
         w = tl.exp2(a * per_tau - (top_a * per_tau)[:, None])
         sum_w += _lane_sums(w)
         if CONSISTENCY:
-            if SQUARINGS >= 0:
-                q_weight = _power(w, SQUARINGS)
+            p_weight = tl.exp2(b * per_rho - (top_b * per_rho)[:, None])
+            if FORM == RELATION:
+                difference = -a
             else:
-                q_weight = tl.exp2(a * per_sigma - (top_a * per_sigma)[:, None])
-            p_weight = tl.exp2(b * per_sigma - (top_b * per_sigma)[:, None])
-            difference = b - a
-            sum_q += _lane_sums(q_weight)
-            sum_qd += _lane_sums(q_weight * difference)
+                difference = b * ratio - a
+                if SQUARINGS >= 0:
+                    q_weight = _power(w, SQUARINGS)
+                else:
+                    q_weight = tl.exp2(a * per_sigma - (top_a * per_sigma)[:, None])
+                sum_q += _lane_sums(q_weight)
+                if FORM != KL:
+                    sum_qd += _lane_sums(q_weight * difference)
             sum_p += _lane_sums(p_weight)
             sum_pd += _lane_sums(p_weight * difference)
 
@@ -319,8 +340,9 @@ def forward_kernel(
 @triton.jit
 def merge_forward_kernel(
     similarity, partial, instance, consistency, rank, statistics,
-    B, splits, per_tau, per_sigma, smoothing,
-    CONSISTENCY: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_SPLIT: tl.constexpr, BLOCK_B: tl.constexpr,
+    B, splits, per_tau, per_sigma, per_rho, smoothing,
+    CONSISTENCY: tl.constexpr, FORM: tl.constexpr, SMOOTHING: tl.constexpr,
+    BLOCK_SPLIT: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """The losses of BLOCK_B rows and what backward needs, from the sums of all splits."""
     rows = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -357,18 +379,28 @@ def merge_forward_kernel(
         sum_qd = tl.sum(tl.load(source + SUM_QD * plane, mask=mask, other=0.0) * fade, axis=0)
         tops = tl.load(source + TOP_B * plane, mask=mask, other=LOWEST)
         top_b = tl.max(tops, axis=0)
-        fade = tl.exp2((tops - top_b[None, :]) * per_sigma)
+        fade = tl.exp2((tops - top_b[None, :]) * per_rho)
         sum_p = tl.sum(tl.load(source + SUM_P * plane, mask=mask, other=0.0) * fade, axis=0)
         sum_pd = tl.sum(tl.load(source + SUM_PD * plane, mask=mask, other=0.0) * fade, axis=0)
         # A row that sees no negative has sums of 0: it loses nothing, and its weights must stay 0 in backward.
-        blind = sum_q == 0.0
-        sum_q = tl.where(blind, 1.0, sum_q)
+        blind = sum_p == 0.0
+        sum_q = tl.where(sum_q == 0.0, 1.0, sum_q)
         sum_p = tl.where(blind, 1.0, sum_p)
         mean_q = sum_qd / sum_q * (per_sigma * LN_2)
         mean_p = sum_pd / sum_p * (per_sigma * LN_2)
         zq = tl.where(blind, z * (per_sigma / per_tau), top_a * per_sigma + tl.log2(sum_q))
-        zp = tl.where(blind, 0.0, top_b * per_sigma + tl.log2(sum_p))
-        tl.store(consistency + rows, 0.5 * (mean_p - mean_q), mask=inside)
+        zp = tl.where(blind, 0.0, top_b * per_rho + tl.log2(sum_p))
+        if FORM == SYMMETRIC:
+            apart = 0.5 * (mean_p - mean_q)
+        elif FORM == KL:
+            apart = tl.where(blind, 0.0, mean_p - (zp - zq) * LN_2)
+        elif FORM == REVERSE:
+            apart = tl.where(blind, 0.0, (zp - zq) * LN_2 - mean_q)
+        else:
+            apart = tl.where(blind, 0.0, s * (per_tau * LN_2) + mean_p)
+            zq = z  # σ is τ, and the weights of a are those of the instance term
+            mean_q = tl.where(blind, 0.0, 1.0)  # what s counts for
+        tl.store(consistency + rows, apart, mask=inside)
         tl.store(statistics + ZQ * B + rows, zq, mask=inside)
         tl.store(statistics + ZP * B + rows, zp, mask=inside)
         tl.store(statistics + MEAN_Q * B + rows, mean_q, mask=inside)
@@ -377,10 +409,11 @@ def merge_forward_kernel(
 
 @triton.jit
 def _row_gradients(
-    grad_instance, grad_consistency, grad_instance_stride, grad_consistency_stride, rows, B, per_tau, per_sigma,
-    INSTANCE: tl.constexpr, CONSISTENCY: tl.constexpr,
+    grad_instance, grad_consistency, grad_instance_stride, grad_consistency_stride, rows, B,
+    per_tau, per_sigma, per_rho, INSTANCE: tl.constexpr, CONSISTENCY: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """g/τ, h/2σ, and a bound of |G_j| and |H_j|: w, Q and P are at most 1, |d| and |E[d]| at most 2/σ for unit rows."""
+    """g/τ, h/2σ (h/σ of the one-sided forms), and a bound of |G_j| and |H_j|: w, Q and P are at most 1, |d| and |E[d]|
+    at most 1/σ + 1/ρ for unit rows."""
     inside = rows < B
     on_instance = tl.zeros_like(rows).to(tl.float32)
     on_consistency = on_instance
@@ -391,15 +424,18 @@ def _row_gradients(
         bound += tl.abs(on_instance)
     if CONSISTENCY:
         h = tl.load(grad_consistency + rows * grad_consistency_stride, mask=inside, other=0.0).to(tl.float32)
-        on_consistency = h * (0.5 * per_sigma * LN_2)
-        bound += tl.abs(on_consistency) * (2.0 + 4.0 * per_sigma * LN_2)
+        on_consistency = h * ((0.5 if FORM == SYMMETRIC else 1.0) * per_sigma * LN_2)
+        bound += tl.abs(on_consistency) * (
+            (2.0 + 2.0 * (per_sigma + per_rho) * LN_2) * tl.maximum(per_rho / per_sigma, 1.0)
+        )
     return on_instance, on_consistency, tl.maximum(bound, 1e-30)
 
 
 @triton.jit
 def _coefficients(
     on_instance, on_consistency, statistics, rows, B, per_tau, per_sigma, smoothing,
-    INSTANCE: tl.constexpr, CONSISTENCY: tl.constexpr, SMOOTHING: tl.constexpr, SQUARINGS: tl.constexpr,
+    INSTANCE: tl.constexpr, CONSISTENCY: tl.constexpr, FORM: tl.constexpr, SMOOTHING: tl.constexpr,
+    SQUARINGS: tl.constexpr,
 ):  # fmt: skip
     """All that G and H of a tile need from their rows, in the shape of `rows` so that it broadcasts."""
     inside = rows < B
@@ -412,8 +448,10 @@ def _coefficients(
     if CONSISTENCY:
         shift_q = tl.load(statistics + ZQ * B + rows, mask=inside, other=0.0)
         shift_p = tl.load(statistics + ZP * B + rows, mask=inside, other=0.0)
-        at_q = on_consistency * (1.0 + tl.load(statistics + MEAN_Q * B + rows, mask=inside, other=0.0))
-        at_p = on_consistency * (1.0 - tl.load(statistics + MEAN_P * B + rows, mask=inside, other=0.0))
+        mean_q = tl.load(statistics + MEAN_Q * B + rows, mask=inside, other=0.0)
+        mean_p = tl.load(statistics + MEAN_P * B + rows, mask=inside, other=0.0)
+        at_q = on_consistency * (mean_q if FORM == REVERSE else 1.0 + mean_q)
+        at_p = on_consistency * (1.0 - mean_p if FORM == SYMMETRIC else -mean_p)
         if SQUARINGS >= 0:  # one exponential serves w and Q: Q_j to the power σ/τ, which is w_j up to a factor
             root = shift_q * (per_tau / per_sigma)
             if INSTANCE:
@@ -425,8 +463,9 @@ def _coefficients(
 
 @triton.jit
 def _weights(
-    a, b, hidden, coefficients, per_tau, per_sigma,
-    INSTANCE: tl.constexpr, CONSISTENCY: tl.constexpr, TARGET: tl.constexpr, SMOOTHING: tl.constexpr,
+    a, b, hidden, coefficients, per_tau, per_sigma, per_rho,
+    INSTANCE: tl.constexpr, CONSISTENCY: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr,
+    SMOOTHING: tl.constexpr,
     MASKED: tl.constexpr, SQUARINGS: tl.constexpr,
 ):  # fmt: skip
     """G and H of one tile, times the scale that is in the coefficients."""
@@ -436,15 +475,30 @@ def _weights(
     if INSTANCE or SQUARINGS >= 0:
         w = tl.exp2(a * per_tau - shift_w)
     if CONSISTENCY:
-        if SQUARINGS >= 0:
-            q_weight = _power(w, SQUARINGS)
+        if FORM != RELATION:
+            if SQUARINGS >= 0:
+                q_weight = _power(w, SQUARINGS)
+            else:
+                q_weight = tl.exp2(a * per_sigma - shift_q)
+        p_weight = tl.exp2(b * per_rho - shift_p)
+        ratio = per_rho / per_sigma
+        if FORM == SYMMETRIC:
+            sloped = slope * (b * ratio - a)  # (h/2σ) d
+            grad_a = q_weight * (at_q - sloped) - on_consistency * p_weight
+            if TARGET:
+                grad_b = (p_weight * (at_p + sloped) - on_consistency * q_weight) * ratio
+        elif FORM == KL:
+            grad_a = on_consistency * (q_weight - p_weight)
+            if TARGET:
+                grad_b = p_weight * (at_p + slope * (b * ratio - a)) * ratio
+        elif FORM == REVERSE:
+            grad_a = q_weight * (at_q - slope * (b * ratio - a))
+            if TARGET:
+                grad_b = on_consistency * (p_weight - q_weight) * ratio
         else:
-            q_weight = tl.exp2(a * per_sigma - shift_q)
-        p_weight = tl.exp2(b * per_sigma - shift_p)
-        sloped = slope * (b - a)  # (h/2σ) d
-        grad_a = q_weight * (at_q - sloped) - on_consistency * p_weight
-        if TARGET:
-            grad_b = p_weight * (at_p + sloped) - on_consistency * q_weight
+            grad_a = -on_consistency * p_weight
+            if TARGET:
+                grad_b = p_weight * (at_p - slope * a) * ratio
     if INSTANCE:
         grad_a += on_instance * w
         if SMOOTHING:
@@ -458,8 +512,9 @@ def _weights(
 def backward_rows_kernel(
     operands, negatives, exclude, grad_instance, grad_consistency, statistics, partial,
     B, K, D, E, negatives_stride, exclude_stride, exclude_step, grad_instance_stride, grad_consistency_stride,
-    tiles_per_split, per_tau, per_sigma, smoothing,
-    INSTANCE: tl.constexpr, CONSISTENCY: tl.constexpr, TARGET: tl.constexpr, SMOOTHING: tl.constexpr,
+    tiles_per_split, per_tau, per_sigma, per_rho, smoothing,
+    INSTANCE: tl.constexpr, CONSISTENCY: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr,
+    SMOOTHING: tl.constexpr,
     EXCLUDE: tl.constexpr, SQUARINGS: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_D: tl.constexpr, ONE_D: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -480,12 +535,12 @@ def backward_rows_kernel(
 
     on_instance, on_consistency, bound = _row_gradients(
         grad_instance, grad_consistency, grad_instance_stride, grad_consistency_stride, rows, B, per_tau, per_sigma,
-        INSTANCE, CONSISTENCY,
+        per_rho, INSTANCE, CONSISTENCY, FORM,
     )  # fmt: skip
     scale = WEIGHT_LIMIT / bound
     coefficients = _coefficients(
         on_instance * scale, on_consistency * scale, statistics, rows, B, per_tau, per_sigma, smoothing,
-        INSTANCE, CONSISTENCY, SMOOTHING, SQUARINGS,
+        INSTANCE, CONSISTENCY, FORM, SMOOTHING, SQUARINGS,
     )  # fmt: skip
     if ONE_D:
         qp = _load_operands(operands, first_row, B, 0, D, PARTS, EVEN_D, BLOCK_B, BLOCK_D)
@@ -513,8 +568,8 @@ def backward_rows_kernel(
             a = tl.where(hidden, HIDDEN, a)
             b = tl.where(hidden, HIDDEN, b)
         weights, target_weights = _weights(
-            a, b, hidden, coefficients, per_tau, per_sigma,
-            INSTANCE, CONSISTENCY, TARGET, SMOOTHING, MASKED, SQUARINGS,
+            a, b, hidden, coefficients, per_tau, per_sigma, per_rho,
+            INSTANCE, CONSISTENCY, FORM, TARGET, SMOOTHING, MASKED, SQUARINGS,
         )  # fmt: skip
         if TARGET:
             weights = _stack(weights, target_weights)
@@ -532,9 +587,9 @@ def backward_rows_kernel(
 
 @triton.jit
 def merge_backward_kernel(
-    partial, other, grad_instance, statistics, grad,
-    B, D, splits, other_stride, grad_instance_stride, per_tau, smoothing,
-    SUMMED: tl.constexpr, INSTANCE: tl.constexpr, SMOOTHING: tl.constexpr,
+    partial, other, grad_instance, grad_consistency, statistics, grad,
+    B, D, splits, other_stride, grad_instance_stride, grad_consistency_stride, per_tau, smoothing,
+    SUMMED: tl.constexpr, INSTANCE: tl.constexpr, RELATED: tl.constexpr, SMOOTHING: tl.constexpr,
     BLOCK_SPLIT: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One row of ∂/∂q (or ∂/∂p): the partial sums, and S times the row of `other` that it is compared with."""
@@ -553,6 +608,10 @@ def merge_backward_kernel(
             on_positive += smoothing * (1.0 - tl.load(statistics + SHARE * B + row))
         on_positive *= tl.load(grad_instance + row * grad_instance_stride).to(tl.float32) * (per_tau * LN_2)
         total += on_positive * tl.load(other + row * other_stride + dims, mask=inside, other=0.0).to(tl.float32)
+    if RELATED:
+        on_positive = tl.load(grad_consistency + row * grad_consistency_stride).to(tl.float32) * (per_tau * LN_2)
+        on_positive *= tl.load(statistics + MEAN_Q * B + row)
+        total += on_positive * tl.load(other + row * other_stride + dims, mask=inside, other=0.0).to(tl.float32)
     tl.store(grad + row * D + dims, total.to(grad.dtype.element_ty), mask=inside)
 
 
@@ -560,8 +619,9 @@ def merge_backward_kernel(
 def backward_negatives_kernel(
     operands, negatives, exclude, grad_instance, grad_consistency, statistics, grad_negatives,
     B, K, D, E, negatives_stride, exclude_stride, exclude_step, grad_instance_stride, grad_consistency_stride,
-    per_tau, per_sigma, smoothing,
-    INSTANCE: tl.constexpr, CONSISTENCY: tl.constexpr, TARGET: tl.constexpr, SMOOTHING: tl.constexpr,
+    per_tau, per_sigma, per_rho, smoothing,
+    INSTANCE: tl.constexpr, CONSISTENCY: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr,
+    SMOOTHING: tl.constexpr,
     EXCLUDE: tl.constexpr, SQUARINGS: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_D: tl.constexpr, ONE_D: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -583,7 +643,7 @@ def backward_negatives_kernel(
         rows = first_row + tl.arange(0, 256).to(tl.int64)
         _, _, bound = _row_gradients(
             grad_instance, grad_consistency, grad_instance_stride, grad_consistency_stride, rows, B, per_tau, per_sigma,
-            INSTANCE, CONSISTENCY,
+            per_rho, INSTANCE, CONSISTENCY, FORM,
         )  # fmt: skip
         largest = tl.maximum(largest, tl.max(bound, axis=0))
     scale = WEIGHT_LIMIT / largest
@@ -612,15 +672,15 @@ def backward_negatives_kernel(
             b = tl.where(hidden, HIDDEN, b)
         on_instance, on_consistency, _ = _row_gradients(
             grad_instance, grad_consistency, grad_instance_stride, grad_consistency_stride, rows, B, per_tau, per_sigma,
-            INSTANCE, CONSISTENCY,
+            per_rho, INSTANCE, CONSISTENCY, FORM,
         )  # fmt: skip
         coefficients = _coefficients(
             on_instance * scale, on_consistency * scale, statistics, rows, B, per_tau, per_sigma, smoothing,
-            INSTANCE, CONSISTENCY, SMOOTHING, SQUARINGS,
+            INSTANCE, CONSISTENCY, FORM, SMOOTHING, SQUARINGS,
         )  # fmt: skip
         weights, target_weights = _weights(
-            a, b, hidden, coefficients, per_tau, per_sigma,
-            INSTANCE, CONSISTENCY, TARGET, SMOOTHING, MASKED, SQUARINGS,
+            a, b, hidden, coefficients, per_tau, per_sigma, per_rho,
+            INSTANCE, CONSISTENCY, FORM, TARGET, SMOOTHING, MASKED, SQUARINGS,
         )  # fmt: skip
         if TARGET:
             weights = _stack(weights, target_weights)

@@ -83,7 +83,7 @@ def contrast(
     if DEBUG:
         _check_rows(query=query, positive=positive, negatives=negatives)
     arguments = (query, positive, negatives, tau_instance, term, label_smoothing, exclude)
-    if _takes_fused(query, backend, why_not_streamed(term, target is not None)):
+    if _takes_fused(query, backend, why_not_streamed(term, label_smoothing, target is not None)):
         from co2.objective.fused import fused
 
         return Contrast(*fused(*arguments, precision == "full"))
@@ -106,18 +106,18 @@ def total(terms: Contrast, term: Consistency | None, weight: float | Tensor | No
     return terms.instance + weight * terms.consistency
 
 
-def why_not_streamed(term: Consistency | None, other_target: bool = False) -> str | None:
-    """Why a consistency term needs all similarities at once, [B, K], and has no fused kernel; or None."""
+def why_not_streamed(term: Consistency | None, label_smoothing: float = 0.0, other_target: bool = False) -> str | None:
+    """Why a consistency term has no fused kernel and is computed with all similarities at hand, [B, K]; or None."""
     if term is None:
         return None
-    if term.form != "symmetric-kl":
+    if term.form in ("jsd", "mse", "mse-logits"):
         return f"the consistency term's form '{term.form}' has no kernel"
-    if term.sharpness != term.temperature:
-        return "prediction and target of the consistency term have two temperatures"
     if term.centred:
         return "the similarities of the consistency term are centred"
     if other_target:
         return "the target of the consistency term is not the positive"
+    if term.form == "soft-label" and label_smoothing > 0:
+        return "a soft label beside label smoothing has no kernel"
     return None
 
 

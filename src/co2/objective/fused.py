@@ -98,11 +98,16 @@ def _roomy(device: torch.device) -> bool:
 INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)
 
 
+FORMS = ("symmetric-kl", "kl", "reverse-kl", "soft-label")  # by the numbers that the kernels have for them
+
+
 class Settings(NamedTuple):
     """What a call fixes besides its tensors."""
 
     tau_instance: float
     tau_consistency: float | None
+    tau_target: float | None  # of the target, where it is another
+    form: int
     label_smoothing: float
     full: bool  # float32 matrix products
 
@@ -134,15 +139,16 @@ def forward(
     forward_kernel[(row_tiles, splits)](
         operands, negatives, exclude, similarity, partial,
         b, k, d, *_entries(exclude, negatives), tiles_per_split, *_rates(settings),
-        CONSISTENCY=consistency, SMOOTHING=smoothing, EXCLUDE=exclude is not None, SQUARINGS=_squarings(settings),
-        RUNNING=min(settings.tau_instance, settings.tau_consistency or math.inf) < UNIT_ROWS_SUFFICE, **shape,
+        CONSISTENCY=consistency, FORM=settings.form, SMOOTHING=smoothing, EXCLUDE=exclude is not None,
+        SQUARINGS=_squarings(settings), RUNNING=_lowest_temperature(settings) < UNIT_ROWS_SUFFICE, **shape,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     merged_rows = 8
     merge_forward_kernel[(triton.cdiv(b, merged_rows),)](
         similarity, partial, instance, consistencies, rank, statistics,
         b, splits, *_rates(settings), settings.label_smoothing,
-        CONSISTENCY=consistency, SMOOTHING=smoothing, BLOCK_SPLIT=triton.next_power_of_2(splits), BLOCK_B=merged_rows,
+        CONSISTENCY=consistency, FORM=settings.form, SMOOTHING=smoothing,
+        BLOCK_SPLIT=triton.next_power_of_2(splits), BLOCK_B=merged_rows,
     )  # fmt: skip
     return instance, consistencies, rank, operands, statistics
 
@@ -178,7 +184,8 @@ def backward(
     sizes = (b, k, d, *_entries(exclude, negatives), *strides)
     rates = (*_rates(settings), settings.label_smoothing)
     terms = {
-        "INSTANCE": instance, "CONSISTENCY": grad_consistency is not None, "SMOOTHING": smoothing,
+        "INSTANCE": instance, "CONSISTENCY": grad_consistency is not None, "FORM": settings.form,
+        "SMOOTHING": smoothing,
         "EXCLUDE": exclude is not None, "SQUARINGS": _squarings(settings),
     }  # fmt: skip
 
@@ -197,9 +204,10 @@ def backward(
     for gradient, summed, other in zip(gradients, partials, (positive, query), strict=False):
         if gradient is not None:
             merge_backward_kernel[(b, dim_tiles)](
-                summed, other, grad_instance, statistics, gradient,
-                b, d, splits, other.stride(0), strides[0], rates[0], rates[2],
+                summed, other, grad_instance, grad_consistency, statistics, gradient,
+                b, d, splits, other.stride(0), *strides, rates[0], settings.label_smoothing,
                 SUMMED=summed is not None, INSTANCE=instance, SMOOTHING=smoothing,
+                RELATED=grad_consistency is not None and FORMS[settings.form] == "soft-label",
                 BLOCK_SPLIT=min(32, triton.next_power_of_2(max(1, splits))), BLOCK_D=block_d,
             )  # fmt: skip
     if need_negatives:
@@ -223,9 +231,15 @@ def _row_major(matrix: Tensor) -> Tensor:
     return matrix if tidy and matrix.stride(0) * 256 < 2**31 else matrix.contiguous()
 
 
-def _rates(settings: Settings) -> tuple[float, float]:
-    """What turns a similarity into an exponent of 2 for the instance and the consistency term."""
-    return LOG2_E / settings.tau_instance, LOG2_E / (settings.tau_consistency or settings.tau_instance)
+def _rates(settings: Settings) -> tuple[float, float, float]:
+    """What turns a similarity into an exponent of 2: of the instance term, of the prediction, of the target."""
+    sigma = settings.tau_consistency or settings.tau_instance
+    return LOG2_E / settings.tau_instance, LOG2_E / sigma, LOG2_E / (settings.tau_target or sigma)
+
+
+def _lowest_temperature(settings: Settings) -> float:
+    given = (settings.tau_instance, settings.tau_consistency, settings.tau_target)
+    return min(tau for tau in given if tau is not None)
 
 
 def _squarings(settings: Settings) -> int:
@@ -282,7 +296,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 # Opaque operators: torch.compile takes each as one node of its graph and never looks inside.
 _library = torch.library.Library("co2", "FRAGMENT")
-_SETTINGS = "float tau_instance, float? tau_consistency, float label_smoothing, bool full"
+_SETTINGS = "float tau_instance, float? tau_consistency, float? tau_target, int form, float label_smoothing, bool full"
 _library.define(
     f"contrast_forward(Tensor query, Tensor positive, Tensor negatives, Tensor? exclude, {_SETTINGS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -306,10 +320,12 @@ def _forward_operator(
     exclude: Tensor | None,
     tau_instance: float,
     tau_consistency: float | None,
+    tau_target: float | None,
+    form: int,
     label_smoothing: float,
     full: bool,
 ) -> tuple[Tensor, ...]:
-    settings = Settings(tau_instance, tau_consistency, label_smoothing, full)
+    settings = Settings(tau_instance, tau_consistency, tau_target, form, label_smoothing, full)
     once = round_once(len(query), negatives, full)
     rounded = negatives.to(torch.float16) if once else negatives.new_empty(0)
     with _launching_on(query.device):
@@ -323,6 +339,8 @@ def _forward_shapes(
     exclude: Tensor | None,
     tau_instance: float,
     tau_consistency: float | None,
+    tau_target: float | None,
+    form: int,
     label_smoothing: float,
     full: bool,
 ) -> tuple[Tensor, ...]:
@@ -350,12 +368,14 @@ def _backward_operator(
     rounded: Tensor,
     tau_instance: float,
     tau_consistency: float | None,
+    tau_target: float | None,
+    form: int,
     label_smoothing: float,
     full: bool,
     target: bool,
     *needed: bool,
 ) -> list[Tensor]:
-    settings = Settings(tau_instance, tau_consistency, label_smoothing, full)
+    settings = Settings(tau_instance, tau_consistency, tau_target, form, label_smoothing, full)
     with _launching_on(query.device):
         found = backward(
             grad_instance, grad_consistency, query, positive, negatives, exclude, operands, statistics, settings,
@@ -385,8 +405,7 @@ class _Contrast(torch.autograd.Function):
     """L_ins, L_con and rank with their gradients, for exactly the inputs that ask for one."""
 
     @staticmethod
-    def forward(ctx, query, positive, negatives, exclude, tau_instance, tau_consistency, smoothing, full, target):
-        settings = (tau_instance, tau_consistency, smoothing, full)
+    def forward(ctx, query, positive, negatives, exclude, settings, target):
         instance, consistency, rank, operands, statistics, rounded = torch.ops.co2.contrast_forward(
             query, positive, negatives, exclude, *settings
         )
@@ -404,13 +423,13 @@ class _Contrast(torch.autograd.Function):
         if ctx.settings[1] is None:
             grad_consistency = None
         if grad_instance is None and grad_consistency is None:
-            return (None,) * 9
+            return (None,) * 6
         found = iter(
             torch.ops.co2.contrast_backward(
                 grad_instance, grad_consistency, *ctx.saved_tensors, *ctx.settings, ctx.target, *needed
             )
         )
-        return *(next(found) if need else None for need in needed), *(None,) * 6
+        return *(next(found) if need else None for need in needed), *(None,) * 3
 
 
 def fused(
@@ -424,12 +443,19 @@ def fused(
     full: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """L_ins [B], L_con [B] (None without a `term`) and the positive's rank [B]. Inputs are already checked."""
-    tau_consistency = None if term is None else term.temperature
     target = term is not None and term.target_gradient
-    instance, consistency, rank = _Contrast.apply(
-        query, positive, negatives, exclude, tau_instance, tau_consistency, label_smoothing, full, target
-    )
-    return instance, None if term is None else consistency, rank
+    if term is None:
+        settings = Settings(tau_instance, None, None, 0, label_smoothing, full)
+    else:
+        soft = term.form == "soft-label"
+        sigma = tau_instance if soft else term.temperature
+        settings = Settings(tau_instance, sigma, term.sharpness, FORMS.index(term.form), label_smoothing, full)
+    instance, consistency, rank = _Contrast.apply(query, positive, negatives, exclude, settings, target)
+    if term is None:
+        return instance, None, rank
+    if term.form == "soft-label":  # the kernels give what cross entropy with the relation has more than L_ins
+        consistency = instance + (1 - term.own_label) * consistency
+    return instance, consistency, rank
 
 
 def obstacle(query: Tensor) -> str | None:
