@@ -57,14 +57,39 @@ ALLOWED = {
     ("evaluation/subject.py", "torch.hub"): "for the name of the folder where a download would lie",
     ("evaluation/subject.py", "timm.create_model(pretrained=...)"): "published weights, by NAME:DEFAULT of the user's",
     ("evaluation/suite.py", "importlib.import_module"): "the module of a protocol, from a table in the same room",
+    ("data/decode.py", "reads by Image.open"): "bytes, or a file that the door has opened",
+    ("data/packed.py", "reads by mmap.mmap"): "maps what the door has opened",
+    ("data/shard_storage.py", "reads by system.open"): "fsspec's, for an address that the user has given as --data",
+    ("data/shard_writer.py", "reads by Image.open"): "bytes",
+    (
+        "data/tar_index.py",
+        "reads by json.loads",
+    ): "a sample's own JSON, of bounded size, of which one small number is taken",
+    ("evaluation/command.py", "reads by json.loads"): "what the program has just written as JSON itself",
+    ("machine/terminal.py", "reads by os.open"): "the null device, to write to",
     ("export.py", "import pickle"): "Detectron2 reads pickles; one is written for it, and none read",
     ("networks/weights.py", "import pickle"): "torch's checkpoints are pickles",
     ("networks/weights.py", "pickle._Unpickler"): "subclassed so that it describes tensors and calls nothing",
 }
 
+# Ways to read a file, of which the package knows one: `co2.files`. Writing is another matter.
+READERS = {
+    "open", "io.open", "os.open", "os.fdopen", "codecs.open", "torch.load", "safe_open", "load_file", "json.load",
+    "json.loads", "np.load", "np.fromfile", "np.loadtxt", "np.genfromtxt", "np.memmap", "mmap.mmap", "Image.open",
+    "tarfile.open", "zipfile.ZipFile", "gzip.open", "ElementTree.parse", "ET.parse", "csv.reader", "fileinput.input",
+    "tomllib.load", "configparser.ConfigParser", "torch.jit.load", "safetensors.torch.load_file", "plt.imread",
+}  # fmt: skip
+NOT_YET = {
+    *("checkpoint.py", "config.py", "engine/pretrain.py", "engine/records.py", "evaluation/subject.py"),
+    *("evaluation/suite.py", "evaluation/voc/data.py", "report/page.py", "report/runs.py", "study/cell.py"),
+    *("study/command.py", "study/plan.py", "study/records.py", "study/report.py", "study/settings.py"),
+    "study/sitting.py",
+}
+"""Files whose reading goes another way still."""
+
 
 def findings(path: Path) -> list[str]:
-    """Everything in a file of the package that could run foreign code or reach the network."""
+    """Everything in a file of the package that could run foreign code, reach the network, or read a file."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -104,21 +129,26 @@ def _call_findings(node: ast.Call) -> list[str]:
         found.append("torch.load without weights_only=True")
     if name.endswith(("extractall", ".extract", "unpack_archive")):
         found.append(f"{name}: unpacks an archive")
+    if name in READERS or name.endswith((".read_text", ".read_bytes", ".open", ".fromfile")):
+        modes = [given.get("mode", "''"), *map(ast.unparse, node.args[: 2 if name == "open" else 1])]
+        if not any(re.fullmatch(r"'[wxa]b?'", mode) for mode in modes):
+            found.append(f"reads by {name}")
     return found
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "files.py")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_the_source_neither_runs_foreign_code_nor_reaches_out(path: Path) -> None:
     own = path.relative_to(PACKAGE).as_posix()
-    assert [text for text in findings(path) if (own, text) not in ALLOWED] == []
+    found = [text for text in findings(path) if not (own in NOT_YET and text.startswith("reads by"))]
+    assert [text for text in found if (own, text) not in ALLOWED] == []
 
 
 def test_every_exception_is_still_needed() -> None:
     present = {(path.relative_to(PACKAGE).as_posix(), text) for path in FILES for text in findings(path)}
-    assert {known for known in ALLOWED if (PACKAGE / known[0]).exists()} <= present
+    assert set(ALLOWED) <= present
 
 
 def test_the_scan_finds_what_it_looks_for(tmp_path: Path) -> None:
@@ -128,10 +158,16 @@ def test_the_scan_finds_what_it_looks_for(tmp_path: Path) -> None:
         "subprocess.run('x', shell=True)\nos.system('x')\narchive.extractall()\nnp.load(f, allow_pickle=True)\n"
         "timm.create_model('x', pretrained=True)\ntorch.hub.load('x')\n"
     )
-    assert len(findings(tmp_path / "bad.py")) == 14
+    assert len(findings(tmp_path / "bad.py")) == 17  # three of which read a file, too
+    (tmp_path / "reads.py").write_text(
+        "open(p)\nopen(p, 'rb')\nopen(p, 'r+')\nopen(p, mode)\nopen(p, mode='r')\np.open()\np.read_text()\n"
+        "q.r(1).read_bytes()\nos.open(p, os.O_RDONLY)\njson.load(f)\njson.loads(text)\nsafe_open(p, 'pt')\n"
+        "np.load(p)\nnp.fromfile(p)\ntorch.load(p, weights_only=True)\nImage.open(p)\nmmap.mmap(3, 4)\n"
+    )
+    assert [text.startswith("reads by") for text in findings(tmp_path / "reads.py")] == [True] * 17
     (tmp_path / "good.py").write_text(
         "from urllib.parse import quote\n"
-        "model.eval()\ntorch.compile(f)\ntorch.load(f, weights_only=True)\njson.load(f)\n"
+        "model.eval()\ntorch.compile(f)\nread_text(p)\nread_json(p)\nopen(p, 'w')\nopen(p, mode='xb')\np.open('w')\n"
     )
     assert findings(tmp_path / "good.py") == []
 

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hostile import in_bounds, make_endless, make_pipe
 from PIL import Image
 
+from co2.data import folder as folder_module
 from co2.data.folder import FileSource, PackedPaths, find_images, folder_source, list_source
 from co2.data.source import BadImage
 from co2.errors import UserError
+
+
+def sparse(path: str | os.PathLike[str]) -> None:
+    Path(path).write_bytes(b"a.png\n" * 20_000)
+    os.truncate(path, 2**40)
 
 
 def put(root: Path, *names: str) -> None:
@@ -221,3 +230,19 @@ def test_a_large_archive_in_place_of_a_list_is_not_read_to_its_end(tmp_path: Pat
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_endless, sparse])
+def test_a_list_that_never_ends_is_told_plainly(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "list.txt")
+    said = in_bounds(lambda: list_source(str(tmp_path / "list.txt")))
+    assert re.match("UserError: The list .* cannot be read: (not a regular file|larger than 256 MiB)", said)
+
+
+def test_a_list_of_more_than_can_be_held_is_told_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_module, "_MOST_LISTED", 3)
+    (tmp_path / "list.txt").write_text("# a list\na.png\nb.png\n\nc.png\n")
+    assert len(list_source(str(tmp_path / "list.txt"))) == 3
+    (tmp_path / "list.txt").write_text("a.png\n" * 4)
+    with pytest.raises(UserError, match="lists more than 3 images"):
+        list_source(str(tmp_path / "list.txt"))

@@ -1,11 +1,13 @@
 """The run folder itself: who may write to it, what is left of it after a kill, and what is read back from it."""
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 
 import pytest
+from hostile import in_bounds, make_endless, make_pipe
 
 import co2
 from co2.data.folder import FileSource
@@ -156,3 +158,44 @@ def test_lines_that_are_no_rows_are_passed_over(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 3, 4]
     assert rows[-1]["seconds"] == pytest.approx(30, abs=5)
+
+
+@pytest.mark.parametrize("name", [METRICS, BAD_IMAGES, "config.json", ".lock"])
+@pytest.mark.parametrize("made", [True, False], ids=["of a file", "of nothing"])
+def test_a_link_in_a_run_folder_carries_no_write_elsewhere(tiny, tmp_path, name, made):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    with claim_folder(run, tiny()):
+        pass
+    elsewhere.mkdir()
+    if made:
+        (elsewhere / "file").write_text((run / name).read_text() if name == "config.json" else "precious\n")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(elsewhere / "file")
+    before = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
+    with contextlib.suppress(co2.UserError), claim_folder(run, tiny(resume=True)):
+        opened = Records(run, 0)
+        opened.write("train", 1, 0.5, {"loss": 1.0})
+        opened.note_bad([(0, "empty file")], files("/a", "0.png"))
+        opened.close()
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", [METRICS, BAD_IMAGES, "config.json", ".lock"])
+@pytest.mark.parametrize("make", [make_pipe, make_endless])
+def test_what_never_ends_in_a_run_folder_is_told_plainly(tiny, tmp_path, name, make):
+    with claim_folder(tmp_path, tiny()):
+        pass
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+
+    def go_on():
+        with claim_folder(tmp_path, tiny(resume=True)):
+            Records(tmp_path, 0).close()
+
+    assert in_bounds(go_on).startswith("UserError: ")
+
+
+def test_bytes_that_are_no_text_in_a_run_cost_a_line(tmp_path):
+    line = '{"kind": "train", "step": 1, "epoch": 0.5, "seconds": 1.0}\n'
+    (tmp_path / METRICS).write_bytes(b"gr\xf6\xdfe\n" + line.encode() + b"[" * 200_000 + b"\n")
+    assert [row["step"] for row in records.rows_of(tmp_path)] == [1]

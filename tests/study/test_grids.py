@@ -1,5 +1,6 @@
 """The grids are what they say: which cells, made of which settings."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from co2 import recipes
 from co2.cli import main
 from co2.config import flatten
 from co2.errors import UserError
+from co2.study.cell import is_taken
 from co2.study.command import Request, make_plan
 from co2.study.grids import STUDIES, Wanted, cost_of, label_of, method_of, name_of
-from co2.study.plan import all_cells, merge_plans, read_plan, write_plan
+from co2.study.plan import add_to_plan, all_cells, merge_plans, read_plan, write_plan
 from co2.study.settings import changed, changed_settings, parse_assignments
 
 
@@ -404,6 +406,26 @@ def test_of_sittings_that_begin_together_each_finds_its_study_in_the_plan(tmp_pa
         folder = tmp_path / f"results-{number}"
         assert set(read_plan(folder).grids) == set(studies)
         assert [path.name for path in folder.iterdir()] == ["study.json"]  # no lock is left where results are kept
+
+
+@pytest.mark.parametrize("name", ["study.json.lock", "study.json", "study.json.writing"])
+def test_a_link_in_a_folder_of_results_carries_no_plan_elsewhere(tmp_path, name):
+    (tmp_path / "precious").write_text("precious")
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / name).symlink_to(tmp_path / "precious")
+    with contextlib.suppress(UserError):
+        add_to_plan(folder, plan_of("claim"), redo=False)
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_link_as_the_lock_of_a_cell_is_left_as_it_is(tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "co2-s0.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="nothing is written through it"):
+        is_taken(tmp_path / "runs" / "co2-s0")
+    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_transfer_may_choose_its_view_size_after_other_studies(tmp_path):

@@ -1,9 +1,11 @@
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hostile import in_bounds, make_endless, make_pipe
 from PIL import Image
 
 from co2.data import decode
@@ -207,6 +209,7 @@ def test_entities_are_refused_in_any_encoding(tmp_path, encoding):
         ("<annotation><object><bndbox/></object></annotation>", "no name"),
         (annotation(("cat", "left", 1, 2, 3)), "could not convert"),
         ("<annotation>" + " " * 2**20 + "</annotation>", "larger than 1 MiB"),
+        ('<?xml version="1.0" encoding="cp9999"?>' + annotation(("cat", 1, 1, 2, 2)), "unknown encoding: cp9999"),
     ],
 )
 def test_a_broken_annotation_is_named(tmp_path, text, message):
@@ -214,6 +217,37 @@ def test_a_broken_annotation_is_named(tmp_path, text, message):
     (folder / "Annotations" / "bad.xml").write_text(text)
     with pytest.raises(UserError, match=rf"bad\.xml.*{message}"):
         read_detection(tmp_path, "train2012")
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_endless])
+@pytest.mark.parametrize("file", ["ImageSets/Main/train.txt", "Annotations/bad.xml", "Annotations/of_no_image.xml"])
+def test_a_list_or_an_annotation_that_never_ends_is_told_plainly(tmp_path, make, file):
+    folder = write_year(tmp_path, 2012, {"train": ["good", "bad"]}, objects={"good": [("zebra", 1, 1, 9, 9)]})
+    (folder / file).unlink(missing_ok=True)
+    make(folder / file)
+    said = in_bounds(lambda: read_detection(tmp_path, "train2012"))
+    wanted = "1 of 2 images have no annotation" if file == "Annotations/bad.xml" else "not a regular file"
+    assert re.match(f"UserError: .*{wanted}", said) or file == "Annotations/of_no_image.xml", said
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_endless])
+@pytest.mark.parametrize("file", ["ImageSets/Segmentation/train.txt", "Annotations/bad.xml", "Annotations/more.xml"])
+def test_a_list_of_masks_or_any_annotation_that_never_ends_is_told_plainly(tmp_path, make, file):
+    """Masks are numbered by the classes of all annotations, whoever they belong to."""
+    folder = write_year(tmp_path, 2012, {"train": ["good", "bad"]})
+    (folder / file).unlink(missing_ok=True)
+    make(folder / file)
+    said = in_bounds(lambda: read_segmentation(tmp_path, "train2012"))
+    assert re.match("UserError: .*not a regular file", said), said
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_endless])
+def test_a_mask_that_never_ends_is_a_bad_image(tmp_path, make):
+    folder = write_year(tmp_path, 2012, {"train": ["a", "b"]})
+    (data,) = read_segmentation(tmp_path, "train2012")
+    (folder / "SegmentationClass" / "a.png").unlink()
+    make(folder / "SegmentationClass" / "a.png")
+    assert in_bounds(lambda: data.mask(0)).startswith("BadImage: ")
 
 
 def test_missing_parts_are_named(tmp_path):
