@@ -41,7 +41,7 @@ from co2.data.packed import (
 from co2.data.plain_jpeg import plain_frame
 from co2.data.source import BadImage, ImageSource, Progress, in_words, printable
 from co2.errors import RunError, UserError
-from co2.files import open_own, open_regular, remove_leftovers, unfinished
+from co2.files import UnreadableFile, open_own, open_regular, remove_leftovers, unfinished
 from co2.machine.device import cores
 from co2.machine.workers import WorkerLost, in_parts, results_of
 
@@ -340,7 +340,8 @@ def _finish(folder: str, splits: dict[str, ImageSource], made_of: dict[str, Any]
     entries = {}
     for split, done in state.splits.items():
         if done.images:
-            sums = (_checksum(os.path.join(folder, f"{split}.{kind}")) for kind in ("index", "names"))
+            lengths = {"index": done.images * RECORD.size, "names": done.name_bytes}
+            sums = (_checksum(os.path.join(folder, f"{split}.{kind}"), length) for kind, length in lengths.items())
             labelled = splits[split].labels is not None
             entries[split] = asdict(SplitChecks(done.images, done.image_bytes, done.name_bytes, labelled, *sums))
     classes = max((source.classes for source in splits.values()), key=len)
@@ -357,11 +358,17 @@ def _finish(folder: str, splits: dict[str, ImageSource], made_of: dict[str, Any]
     os.remove(os.path.join(folder, UNFINISHED))
 
 
-def _checksum(path: str) -> int:
+def _checksum(path: str, length: int) -> int:
+    """Of a file that has the length that was written."""
     checksum = 0
-    with open_regular(path, sys.maxsize) as file:
-        while part := file.read(1 << 20):
-            checksum = zlib.crc32(part, checksum)
+    try:
+        with open_regular(path, sys.maxsize) as file:
+            if os.fstat(file.fileno()).st_size != length:
+                raise UnreadableFile("it has another length than was written")
+            while part := file.read(1 << 20):
+                checksum = zlib.crc32(part, checksum)
+    except UnreadableFile as error:
+        raise UserError(f"'{printable(path)}': {error}. Delete the unfinished pack, and begin again.") from None
     return checksum
 
 
