@@ -630,6 +630,8 @@ def _explained(run: Path) -> Iterator[None]:
             problem, remedy = f"The disk with {error.filename if elsewhere else run} is full", "make room"
         elif gone or error.errno in DISK_LOST:
             problem, remedy = f"The run folder {run} cannot be written to any more", "bring it back"
+        elif error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST) and not elsewhere:
+            problem, remedy = f"Something is in the way at {error.filename or run}", "move it away"
         else:
             raise
         good = "There is no checkpoint in it"

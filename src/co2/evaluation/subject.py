@@ -13,7 +13,6 @@ Files are read as tensors and plain values only, by `networks/weights.py`: nothi
 
 from __future__ import annotations
 
-import json
 import re
 import urllib.error
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ from co2.checkpoint import BACKBONE, checkpoints, describe_backbone, load_weight
 from co2.config import Experiment
 from co2.errors import UserError, did_you_mean
 from co2.evaluation.presets import MOCO_V1, MOCO_V2
-from co2.files import UnreadableFile
+from co2.files import UnreadableFile, parse_json
 from co2.networks.backbones import UnsuitableViewSizeError, build_backbone, feature_width, outline
 from co2.networks.encoder import Encoder, build_head
 from co2.networks.specification import Stem
@@ -198,8 +197,8 @@ def _saved_backbone(path: Path) -> Subject:
         weights=weights,
         stem=_stem_as_trained(stem, int(description["view_size"])),
         view_size=int(description["view_size"]),
-        mean=_three(json.loads(description["mean"])),
-        std=_three(json.loads(description["std"])),
+        mean=_three(parse_json(description["mean"])),
+        std=_three(parse_json(description["std"])),
         recipe=description.get("recipe", ""),
     )
 
