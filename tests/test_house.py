@@ -1,8 +1,10 @@
 """The layout of the house: data flows one way, and imports point the same way."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,14 @@ def test_a_clone_beside_a_script_does_not_hide_the_package(tmp_path):
     (tmp_path / "co2").symlink_to(PACKAGE.parents[1])
     code = "import co2; assert co2.__file__ and callable(co2.pretrain)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+def test_the_oldest_releases_that_are_tested_are_the_oldest_that_are_admitted():
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    stated = [*project["dependencies"], *(one for group in project["optional-dependencies"].values() for one in group)]
+    lowest = dict(one.split(">=") for one in stated if ">=" in one)
+    tested = dict(re.findall(r"^([\w-]+)==(.+)$", (root / "constraints-lowest.txt").read_text(), flags=re.MULTILINE))
+    assert lowest.keys() == tested.keys()
+    for name, version in lowest.items():
+        assert re.fullmatch(rf"{re.escape(version)}(\.0)*", tested[name]), name

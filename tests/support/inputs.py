@@ -52,10 +52,14 @@ def smooth(number: int, height: int, width: int) -> Image.Image:
     return Image.fromarray(corners).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def jpeg(picture: Image.Image, **options: object) -> bytes:
+def jpeg(picture: Image.Image, *, xmp: bytes = b"", **options: object) -> bytes:
     file = io.BytesIO()
     picture.save(file, "JPEG", **options)
-    return file.getvalue()
+    if not xmp:
+        return file.getvalue()
+    content = b"http://ns.adobe.com/xap/1.0/\0" + xmp  # by hand, because not every release of Pillow writes it
+    segment = b"\xff\xe1" + (2 + len(content)).to_bytes(2, "big") + content
+    return file.getvalue()[:2] + segment + file.getvalue()[2:]
 
 
 def png(picture: Image.Image) -> bytes:

@@ -248,7 +248,8 @@ def _statistics_kernel(
     begin = tl.minimum(stretch * size, count)
     end = tl.minimum(begin + size, count)
     x += first.to(tl.int64) * channels
-    pivot = tl.load(x + begin.to(tl.int64) * channels + column, mask=inside & (begin < end), other=0.0).to(tl.float32)
+    there = column < tl.where(begin < end, channels, 0)  # newer interpreters of triton have no `inside & (begin < end)`
+    pivot = tl.load(x + begin.to(tl.int64) * channels + column, mask=there, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     squares = tl.zeros((ROWS, CHANNELS), tl.float32)
     for load in range(loads):
