@@ -42,7 +42,7 @@ def main() -> None:
     experiment = recipes.co2_v2()
     device = torch.device("cuda")
     trainer = Trainer(experiment, IMAGENET, steps=10**6, device=device)
-    shape = (2, experiment.batch_size, 3, experiment.views.size, experiment.views.size)
+    shape = (2, experiment.batch_size, 3, experiment.size, experiment.size)
     views = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).unbind()
     batch = Batch(torch.arange(experiment.batch_size, device=device), views, [], experiment.batch_size)
 

@@ -39,7 +39,7 @@ def start(out: Path, epochs: int) -> subprocess.Popen[bytes]:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return read_checkpoint(checkpoints(run)[-1])["mechanism"]
+    return read_checkpoint(checkpoints(run)[-1])["nets"]
 
 
 def sample(process: subprocess.Popen[bytes], out: Path) -> dict[str, float] | None:

@@ -1,5 +1,6 @@
 """A run that takes a second, for every test that needs a real one."""
 
+import dataclasses
 import json
 import os
 
@@ -8,7 +9,7 @@ import torch
 from hypothesis import settings
 
 from co2 import recipes
-from co2.config import Experiment
+from co2.experiment import Experiment
 
 # What passed once passes again: every run draws the same examples. `pytest --hypothesis-profile search` draws new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -37,15 +38,25 @@ def tiny(build_tiny):
 
 @pytest.fixture(scope="session")
 def build_tiny():
-    def build(recipe: str = "demo-co2", **changes) -> Experiment:
+    def build(recipe: str = "demo-co2", *, negatives: int | None = None, **changes) -> Experiment:
+        """`negatives`: how many, for a queue or a memory bank, which have names of their own for it."""
+        start = recipes.get(recipe)
+        # A learning rate and an alpha that stay, so that six steps say what they do.
+        method = {"dimension": 16, "ramp_up": 0.0}
+        own = {"queue", "negatives"} & {one.name for one in dataclasses.fields(start.method)}
+        method |= dict.fromkeys(own & {"queue"}, 50) if negatives is None else dict.fromkeys(own, negatives)
+        if recipe.startswith("demo"):
+            method |= {"tau_consistency": 0.1} | ({"alpha": 0.3} if recipe == "demo-co2" else {})
         small = {
             "data": "shapes:40:16",
             "epochs": 2,
             "batch_size": 16,
             "workers": 0,
             "device": "cpu",
-            "views": {"size": 16},
-            "encoder": {"backbone": "co2/resnet10-narrow", "stem": "small-stride-2", "dimension": 16},
+            "size": 16,
+            "network": {"backbone": "co2/resnet10-narrow", "stem": "small-stride-2"},
+            "method": {name: value for name, value in method.items() if hasattr(start.method, name)},
+            "optimisation": {"warm_up": 0.0},
             "monitoring": {
                 "checkpoint_seconds": 0.0,
                 "log_every": 1,
@@ -55,16 +66,9 @@ def build_tiny():
                 "query_images": 20,
             },
         }
-        if recipe.startswith(("demo", "moco", "co2-v", "co2-small")):
-            small["negatives"] = {"size": 50}
-        # A learning rate and an alpha that stay, so that six steps say what they do.
-        small["objective"] = {"ramp_up": 0.0}
-        small["optimisation"] = {"warm_up": 0.0}
-        if recipe.startswith("demo"):
-            small["objective"] |= {"tau_consistency": 0.1} | ({"alpha": 0.3} if recipe == "demo-co2" else {})
         for name, value in changes.items():
             small[name] = {**small.get(name, {}), **value} if isinstance(value, dict) else value
-        return recipes.get(recipe).edit(**small)
+        return start.edit(**small)
 
     return build
 

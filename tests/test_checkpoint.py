@@ -118,7 +118,7 @@ def test_nothing_is_put_aside_unless_there_is_something_to_go_on_from(tmp_path):
     write_checkpoint(tmp_path, {"step": 1}, 1)
 
     def refuse(state):
-        raise KeyError("mechanism")
+        raise KeyError("nets")
 
     with pytest.raises(RunError, match="None of the checkpoints"):
         newest_sound_checkpoint(tmp_path, print, refuse)
@@ -188,7 +188,7 @@ def saved(tmp_path, experiment, backbone):
 
 
 def test_a_backbone_loads_strictly_into_the_plain_torchvision_model(tmp_path):
-    experiment = recipes.moco_v2().edit(encoder={"backbone": "torchvision/resnet18"})
+    experiment = recipes.moco_v2().edit(network={"backbone": "torchvision/resnet18"})
     backbone = build_backbone("torchvision/resnet18")
     run = saved(tmp_path, experiment, backbone)
     from safetensors.torch import load_file
@@ -203,7 +203,7 @@ def test_a_backbone_loads_strictly_into_the_plain_torchvision_model(tmp_path):
 
 def test_load_backbone_takes_a_folder_or_a_file_and_makes_a_classifier(tmp_path):
     experiment = recipes.demo_moco()
-    backbone = build_backbone(experiment.encoder.backbone, stem=experiment.encoder.stem, view_size=32)
+    backbone = build_backbone(experiment.network.backbone, stem=experiment.network.stem, view_size=32)
     run = saved(tmp_path, experiment, backbone)
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(load_backbone(run).eval()(images), backbone.eval()(images))
@@ -216,7 +216,7 @@ def test_load_backbone_takes_a_folder_or_a_file_and_makes_a_classifier(tmp_path)
 @pytest.mark.parametrize("classes", [0, 5])
 def test_a_backbone_with_weights_missing_is_refused_by_name(tmp_path, classes):
     experiment = recipes.demo_moco()
-    backbone = build_backbone(experiment.encoder.backbone, stem=experiment.encoder.stem, view_size=32)
+    backbone = build_backbone(experiment.network.backbone, stem=experiment.network.stem, view_size=32)
     del backbone.layer4
     run = saved(tmp_path, experiment, backbone)
     with pytest.raises(co2.UserError, match=r"(?s)does not fit co2/resnet10-narrow.*layer4"):
@@ -224,7 +224,7 @@ def test_a_backbone_with_weights_missing_is_refused_by_name(tmp_path, classes):
 
 
 def test_load_backbone_of_a_model_that_asks_for_the_version_of_its_weights(tmp_path):
-    experiment = recipes.moco_v2().edit(encoder={"backbone": "torchvision/mnasnet0_5"}, views={"size": 32})
+    experiment = recipes.moco_v2().edit(network={"backbone": "torchvision/mnasnet0_5"}, size=32)
     saved(tmp_path, experiment, build_backbone("torchvision/mnasnet0_5", view_size=32))
     assert co2.load_backbone(tmp_path)(torch.zeros(2, 3, 32, 32)).shape == (2, 1280)
     assert co2.load_backbone(tmp_path, classes=3)(torch.zeros(2, 3, 32, 32)).shape == (2, 3)

@@ -28,7 +28,7 @@ def refused(*words, **kwargs):
     return " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.stderr + result.stdout).split())
 
 
-SMALL = ["--views.size", "16", "--batch-size", "16", "--epochs", "1", "--device", "cpu", "--negatives.size", "30"]
+SMALL = ["--size", "16", "--batch-size", "16", "--epochs", "1", "--device", "cpu", "--method.queue", "30"]
 
 
 def test_help_names_every_command():
@@ -76,9 +76,9 @@ def test_too_few_addresses_to_begin_with_are_told_in_a_sentence(tmp_path):
 
 def test_pretrain_end_to_end_prints_three_lines_that_work(tmp_path):
     out = tmp_path / "my run"
-    result = run("pretrain", "demo-co2", "--data", "shapes:40:16", "--out", out, *SMALL, "--objective.alpha", "2.5")
+    result = run("pretrain", "demo-co2", "--data", "shapes:40:16", "--out", out, *SMALL, "--method.alpha", "2.5")
     assert result.returncode == 0, result.stderr
-    assert json.loads((out / "config.json").read_text())["objective"]["alpha"] == 2.5
+    assert json.loads((out / "config.json").read_text())["method"]["alpha"] == 2.5
     lines = [line[4:] for line in result.stdout.splitlines() if line.startswith("    ")]
     names = {"images": torch.randn(2, 3, 16, 16)}
     exec("\n".join(lines), names)
@@ -94,13 +94,13 @@ def test_misspelt_words_get_a_hint():
 
 def test_a_misspelt_backbone_gets_a_hint(tmp_path):
     words = ["pretrain", "demo-moco", "--data", "shapes:40:16", "--out", tmp_path / "run", *SMALL]
-    text = refused(*words, "--encoder.stem", "standard", "--encoder.backbone", "torchvision/resnet51")
+    text = refused(*words, "--network.stem", "standard", "--network.backbone", "torchvision/resnet51")
     assert "torchvision/resnet5" in text or "resnet50" in text
 
 
 def test_bad_settings_are_told_plainly(tmp_path):
-    assert "above 0" in refused("pretrain", "moco-v2", "--objective.tau-instance", "0")
-    assert "one group of batch statistics" in refused("pretrain", "moco-v2", "--encoder.groups", "1")
+    assert "above 0" in refused("pretrain", "moco-v2", "--method.tau", "0")
+    assert "one group of batch statistics" in refused("pretrain", "moco-v2", "--network.groups", "1")
     assert "Name the recipe first" in refused("pretrain", "--data", "shapes")
     idle = ["pretrain", "demo-moco", "--optimisation.milestones", "0.5", "--out", str(tmp_path / "run")]
     assert "--optimisation.milestones would do nothing on a cosine schedule" in refused(*idle)

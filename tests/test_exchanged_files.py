@@ -250,6 +250,7 @@ def try_one(server: Server, good: Path, room: Path, what: str, case: tuple[str, 
 def words(good: Path, build_tiny: Callable[..., Any]) -> None:
     """How the run of `good` is gone on with, on the command line."""
     from co2.config import flatten
+
     from co2.recipes import get
 
     usual = flatten(get("demo-co2"))

@@ -37,7 +37,7 @@ def saved(tmp_path):
 
     def save(backbone, stem="standard", size=32):
         module = trained(backbone, stem, size)
-        experiment = recipes.get("moco-small").edit(encoder={"backbone": backbone, "stem": stem}, views={"size": size})
+        experiment = recipes.get("moco-small").edit(network={"backbone": backbone, "stem": stem}, size=size)
         path = tmp_path / "backbone.safetensors"
         save_backbone(path, module, experiment)
         return path, module

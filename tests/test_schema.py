@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2 import recipes
-from co2.config import Experiment
 from co2.errors import UserError
+from co2.experiment import Experiment
 from co2.schema import Amount, Count, Line, PlainName, is_plain_name, read_as
 from co2.study.records import EVALUATION, NUMBERS
 

@@ -14,7 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 from unittest import mock
@@ -32,10 +32,11 @@ import co2
 from co2 import recipes
 from co2.checkpoint import load_backbone, read_checkpoint, write_checkpoint
 from co2.cli import main
-from co2.config import Experiment, differences
 from co2.data.open import open_data
 from co2.engine.pretrain import pretrain
 from co2.engine.progress import Bar, Lines
+from co2.experiment import Experiment, differences
+from co2.measures.metric import Metric
 from co2.report.page import report_runs
 
 PACKAGE = Path(co2.__file__).parent
@@ -56,6 +57,8 @@ ALLOWED = {
     ("evaluation/subject.py", "import urllib"): "for the name of the error of a download that the user has asked for",
     ("evaluation/subject.py", "torch.hub"): "for the name of the folder where a download would lie",
     ("evaluation/subject.py", "timm.create_model(pretrained=...)"): "published weights, by NAME:DEFAULT of the user's",
+    ("lazily.py", "importlib.import_module"): "torch, by names that stand in that file",
+    ("method.py", "importlib.import_module"): "files of our own room of methods, as they lie there",
     ("evaluation/suite.py", "importlib.import_module"): "the module of a protocol, from a table in the same room",
     ("data/decode.py", "reads by Image.open"): "bytes, or a file that the door has opened",
     ("data/packed.py", "reads by mmap.mmap"): "maps what the door has opened",
@@ -262,10 +265,10 @@ def test_forged_backbones_are_refused_in_a_sentence(tmp_path: Path, data: bytes,
         '{"views": {"crop_scale": [0.5, "1"]}}',
         '{"views": {"crop_scale": [[0.5], 1]}}',
         '{"views": {"mean": [NaN, 0, 0]}}',
-        '{"objective": {"alpha": NaN}}',
-        '{"objective": {"alpha": Infinity}}',
-        '{"objective": {"alpha": ' + "9" * 400 + "}}",
-        '{"objective": {"backend": ["auto"]}}',
+        '{"method": {"alpha": NaN}}',
+        '{"method": {"alpha": Infinity}}',
+        '{"method": {"alpha": ' + "9" * 400 + "}}",
+        '{"method": {"backend": ["auto"]}}',
         '{"negatives": {"source": "__class__"}}',
         '{"__class__": 3}',
         '{"__post_init__": 3}',
@@ -395,7 +398,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_markup_in_names_is_printed_as_it_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Bar(epochs=1)
+    bar = Bar(epochs=1, metrics=())
     bar.begin(10, 0, float)
     written = io.StringIO()
     bar.progress.live.console = bar.progress.console  # the same console, and a file to look at
@@ -404,7 +407,7 @@ def test_markup_in_names_is_printed_as_it_is(name: str, capsys: pytest.CaptureFi
     bar.close()
     text = " ".join(written.getvalue().split())
     assert f"/data/{name}.png (truncated file)." in text
-    Lines(1).say(f"/data/{name}.png")
+    Lines(1, ()).say(f"/data/{name}.png")
     assert f"/data/{name}.png" in capsys.readouterr().out
 
 
@@ -456,8 +459,8 @@ def test_a_run_with_bad_names_on_a_terminal_and_in_a_report(tiny, tmp_path: Path
     (pictures / "[red]\n<script>\x1b[2J.png").write_bytes(b"no image")
     screen = io.StringIO()
 
-    def on_a_terminal(epochs: int) -> Bar:
-        bar = Bar(epochs)
+    def on_a_terminal(epochs: int, metrics: Sequence[Metric]) -> Bar:
+        bar = Bar(epochs, metrics)
         bar.progress.stop()
         bar.progress.live.console = Console(file=screen, force_terminal=True, width=4000)
         return bar
@@ -518,8 +521,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_whole_run_and_its_report_without_a_network(tmp_path: Path) -> None:
     """Where every socket to elsewhere is refused: with workers, whose sockets stay on this machine."""
-    words = ["pretrain", "demo-co2", "--data", "shapes:40:16", "--out", str(tmp_path / "run"), "--views.size", "16"]
-    words += ["--batch-size", "16", "--epochs", "1", "--device", "cpu", "--negatives.size", "30", "--workers", "2"]
+    words = ["pretrain", "demo-co2", "--data", "shapes:40:16", "--out", str(tmp_path / "run"), "--size", "16"]
+    words += ["--batch-size", "16", "--epochs", "1", "--device", "cpu", "--method.queue", "30", "--workers", "2"]
     code = (
         NO_NETWORK + "from co2.cli import main\nfrom co2.report.page import report_runs\nimport co2\n"
         f"assert main({words!r}) == 0\n"

@@ -22,8 +22,8 @@ srun --kill-on-bad-exit=1 .venv/bin/torchrun \
     --rdzv-backend c10d \
     --rdzv-id "$SLURM_JOB_ID" \
     --rdzv-endpoint "$first_machine:29500" \
-    -m co2.cli pretrain co2-v2 \
+    -m co2 pretrain co2-v2 \
     --data /shared/pictures \
     --out /shared/runs/co2-v2 \
-    --encoder.groups 8 \
+    --network.groups 8 \
     --resume auto                    # ... and go on from the last checkpoint when it starts again

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from co2 import recipes as recipes
     from co2.checkpoint import load_backbone as load_backbone
-    from co2.config import Experiment as Experiment
     from co2.engine.pretrain import pretrain as pretrain
     from co2.errors import UserError as UserError
     from co2.evaluation.suite import evaluate as evaluate
+    from co2.experiment import Experiment as Experiment
     from co2.export import export_backbone as export_backbone
     from co2.objective.contrast import CO2Loss as CO2Loss
     from co2.objective.contrast import Contrast as Contrast
@@ -26,7 +26,7 @@ _HOME = {
     "CO2Loss": "co2.objective.contrast",
     "Contrast": "co2.objective.contrast",
     "contrast": "co2.objective.contrast",
-    "Experiment": "co2.config",
+    "Experiment": "co2.experiment",
     "evaluate": "co2.evaluation.suite",
     "export_backbone": "co2.export",
     "UserError": "co2.errors",

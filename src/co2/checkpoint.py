@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from co2.config import Experiment
 from co2.errors import RunError, UserError
+from co2.experiment import Experiment
 from co2.files import (
     WRITING,
     MissingFile,
@@ -37,7 +37,7 @@ from co2.files import (
     write_atomically,
 )
 from co2.networks.backbones import build_backbone, outline
-from co2.networks.specification import Stem
+from co2.networks.settings import Stem
 from co2.networks.weights import (
     MOST_BYTES,
     StoredTensor,
@@ -47,6 +47,7 @@ from co2.networks.weights import (
     read_pickled,
     read_tensors,
 )
+from co2.runs import upgrade
 from co2.views.view import VIEW_SIZES
 
 CONFIG = "config.json"
@@ -207,7 +208,8 @@ def read_checkpoint(path: Path, read: Callable[[Path], dict[str, Any]] = read_pi
             with open_regular(path, MOST_BYTES) as file:
                 if written != [hashlib.file_digest(file, "sha256").hexdigest()]:  # type: ignore[arg-type]
                     raise UnreadableFile("its checksum is not the one it was written with")
-        return read(path)
+        kept: dict[str, Any] = upgrade.state(read(path))
+        return kept
     except UnreadableFile as error:
         raise DamagedCheckpoint(f"{path} is damaged, or was not written by this program: {error}.") from error
 
@@ -248,11 +250,11 @@ def save_backbone(path: Path, backbone: nn.Module, experiment: Experiment) -> No
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in backbone.state_dict().items()}
     description = {
         "format": "pt",  # what other readers of safetensors look for
-        "backbone": experiment.encoder.backbone,
-        "stem": experiment.encoder.stem,
-        "view_size": str(experiment.views.size),
-        "mean": json.dumps(experiment.views.mean),
-        "std": json.dumps(experiment.views.std),
+        "backbone": experiment.network.backbone,
+        "stem": experiment.network.stem,
+        "view_size": str(experiment.size),
+        "mean": json.dumps(experiment.plain.mean),
+        "std": json.dumps(experiment.plain.std),
         "recipe": experiment.recipe,
     }
     write_atomically(path, save(tensors, metadata=description))

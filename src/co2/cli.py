@@ -111,7 +111,7 @@ def _overview() -> str:
 
 def _pretrain(words: list[str]) -> int:
     from co2 import recipes
-    from co2.config import Experiment, refuse_idle
+    from co2.experiment import Experiment, refuse_idle
 
     if not words or words[0] in ("-h", "--help"):
         print("usage: co2 pretrain RECIPE --data PATH --out DIR [--epochs N] [--batch-size N] ...\n")
@@ -170,6 +170,7 @@ def _resume_alone(words: list[str]) -> list[str]:
 def _recipes(words: list[str]) -> int:
     """List the recipes, or print one."""
     from co2 import recipes
+    from co2.experiment import flatten
 
     if words and words[0] in ("-h", "--help"):
         print("usage: co2 recipes [NAME]\n\nWithout NAME, a table of all recipes; with it, every setting of that one.")
@@ -182,20 +183,33 @@ def _recipes(words: list[str]) -> int:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("recipe", "what it is", "backbone", "negatives", "tau_ins", "alpha", "tau_con", "epochs", "batch"):
+    for heading in (
+        "recipe",
+        "what it is",
+        "backbone",
+        "method",
+        "negatives",
+        "tau",
+        "alpha",
+        "tau_con",
+        "epochs",
+        "batch",
+    ):
         table.add_column(heading, no_wrap=heading in ("recipe", "backbone"))
     for recipe in recipes.RECIPES.values():
         experiment = recipe.build()
-        objective, negatives = experiment.objective, experiment.negatives
-        in_batch = negatives.source == "in-batch"
+        method = {name.removeprefix("method."): value for name, value in flatten(experiment).items()}
+        negatives = method.get("queue", method.get("negatives"))
+        alpha = method.get("alpha")
         table.add_row(
             recipe.name,
             recipe.summary,
-            experiment.encoder.backbone.split("/")[1],
-            f"{negatives.source} {2 * experiment.batch_size - 2 if in_batch else negatives.size:,}",
-            f"{objective.tau_instance:g}",
-            f"{objective.alpha:g}" if objective.alpha else "-",
-            f"{objective.tau_consistency:g}" if objective.alpha else "-",
+            experiment.network.backbone.split("/")[1],
+            type(experiment.method).__name__,
+            f"{negatives:,}" if negatives else f"{2 * experiment.batch_size - 2:,}" if "tau" in method else "-",
+            f"{method['tau']:g}" if "tau" in method else "-",
+            f"{alpha:g}" if alpha else "-",
+            f"{method['tau_consistency']:g}" if alpha else "-",
             str(experiment.epochs),
             f"{experiment.batch_size:,}",
         )

@@ -22,8 +22,8 @@ from rich.live import Live
 from rich.table import Table
 
 from co2 import recipes
-from co2.config import Experiment
 from co2.errors import UserError
+from co2.experiment import Experiment
 from co2.files import UnreadableFile, parse_json, read_text
 from co2.machine.device import cores
 from co2.report.gallery import Gallery, Picture
@@ -243,9 +243,9 @@ class _Neighbours:
         self.found: dict[str, list[list[int]]] = {}  # for each network [queries, neighbours], in the order of the page
 
     def look_up_untrained(self) -> None:
-        from co2.engine.mechanisms import build_mechanism
+        from co2.engine.trainer import build_networks
 
-        self._look_up(UNTRAINED, build_mechanism(self.experiment, len(self.data.train)).encoder.backbone)
+        self._look_up(UNTRAINED, build_networks(self.experiment, len(self.data.train))["encoder"].backbone)
 
     def look_up_trained(self, run: _Run) -> None:
         from co2.checkpoint import load_backbone
@@ -257,7 +257,7 @@ class _Neighbours:
         from co2.measures.knn import nearest
 
         bank, queries = (
-            embed(backbone, source, self.experiment.views).features for source in (self.bank, self.queries)
+            embed(backbone, source, self.experiment.plain).features for source in (self.bank, self.queries)
         )  # [bank, F], [queries, F]
         self.found[name] = nearest(bank, queries, GALLERY_NEIGHBOURS).tolist()
 
@@ -279,7 +279,7 @@ def _picture(source: ImageSource, index: int) -> Picture:
 
 def _introduction(experiment: Experiment, data: DataSplits) -> str:
     return (
-        f"The same network ({experiment.encoder.backbone}) was pre-trained twice from the same starting point on "
+        f"The same network ({experiment.network.backbone}) was pre-trained twice from the same starting point on "
         f"{len(data.train):,} pictures of shapes for {experiment.epochs} epochs, without labels: with MoCo, and with "
         "MoCo and the consistency term. Labels were used afterwards only, to see what the networks had learnt: a "
         "held-out picture is given the class of its nearest neighbours."

@@ -16,9 +16,12 @@ list, and `block` counts groups of four words where one item needs more than fou
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from co2.lazily import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -60,9 +63,7 @@ def philox(counter: Tensor, key: tuple[int | Tensor, int | Tensor]) -> Tensor:
     return torch.stack((c0, c1, c2, c3), -1)
 
 
-def _words(
-    seed: int, stream: Stream, time: int | Tensor, item: Tensor, view: int | Tensor = 0, blocks: int = 1
-) -> Tensor:
+def _words(seed: int, stream: int, time: int | Tensor, item: Tensor, view: int | Tensor = 0, blocks: int = 1) -> Tensor:
     """Random words for each item: int64 [N, 4 * blocks], on the device of `item` [N]."""
     assert blocks <= 1 << 16, "a counter has 16 bits for the block"
     block = torch.arange(blocks, device=item.device)  # [blocks]
@@ -74,7 +75,7 @@ def _words(
 
 def _column(value: int | Tensor, like: Tensor) -> Tensor:
     """A number, or one number for each item, as an int64 column [N, 1]. A tensor stays on its device."""
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         return value.expand_as(like)[:, None]
     return torch.full_like(like, value)[:, None]
 
@@ -89,7 +90,7 @@ def uniforms(seed: int, epoch: int | Tensor, image: Tensor, view: int | Tensor, 
     return words.to(torch.float64) * 2.0**-32  # exact: 32 bits fit into the 53 of a float64
 
 
-def _long_words(seed: int, stream: Stream, times: Tensor, count: int) -> Tensor:
+def _long_words(seed: int, stream: int, times: Tensor, count: int) -> Tensor:
     """For each time `count` random whole numbers in 0 .. 2⁶³ - 1: int64 [T, count], on the device of `times` [T]."""
     pairs = -(-count // 2)  # each block of four words gives two numbers
     item = torch.arange(pairs, device=times.device).repeat(len(times))  # [T * pairs]
@@ -97,7 +98,7 @@ def _long_words(seed: int, stream: Stream, times: Tensor, count: int) -> Tensor:
     return (words[..., 0] << 31) | (words[..., 1] >> 1)
 
 
-def permutations(seed: int, stream: Stream, times: Tensor, n: int) -> Tensor:
+def permutations(seed: int, stream: int, times: Tensor, n: int) -> Tensor:
     """For each time a random order of 0 .. n-1, a function of (seed, stream, time) alone: int64 [T, n].
 
     Sorts by 63-bit random numbers rather than asking `torch.randperm`, whose answer differs between devices.
@@ -105,12 +106,12 @@ def permutations(seed: int, stream: Stream, times: Tensor, n: int) -> Tensor:
     return torch.argsort(_long_words(seed, stream, times, n), dim=1, stable=True)
 
 
-def permutation(seed: int, stream: Stream, time: int, n: int, device: torch.device | str = "cpu") -> Tensor:
+def permutation(seed: int, stream: int, time: int, n: int, device: torch.device | str = "cpu") -> Tensor:
     """A random order of 0 .. n-1, a function of (seed, stream, time) alone: int64 [n]."""
     return permutations(seed, stream, torch.full((1,), time, device=device), n)[0]
 
 
-def samples(seed: int, stream: Stream, times: Tensor, n: int, count: int) -> Tensor:
+def samples(seed: int, stream: int, times: Tensor, n: int, count: int) -> Tensor:
     """For each time `count` numbers out of 0 .. n-1, with replacement, a function of (seed, stream, time) alone:
     int64 [T, count]."""
     return _long_words(seed, stream, times, count) % n

@@ -1,6 +1,7 @@
 """What others wrote, compared with what it has to be. A schema is a type, `Annotated[float, "from 0 to 1"]` with what
 is asked of it besides; a dataclass, which is built; or a dictionary of schemas by names: `"name?"` may be missing, a
-type stands for all names that are not known before, and what is not named is not looked at.
+type stands for all names that are not known before, and what is not named is not looked at. A class with `as_read` says
+what is read in place of what was written, and as what.
 
 Everything that is wrong with a file is told at once, each with its place.
 """
@@ -8,6 +9,7 @@ Everything that is wrong with a file is told at once, each with its place.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Hashable, Mapping
 from functools import cache
@@ -16,7 +18,20 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from co2.errors import UserError
-from co2.evaluation.specification import RANGES
+
+# What can be asked of a setting, in the words for it. NaN is no number of any kind.
+RANGES = {
+    "at least 0": lambda value: 0 <= value < math.inf,
+    "at least 1": lambda value: 1 <= value < math.inf,
+    "at least 2": lambda value: 2 <= value < math.inf,
+    "at least 3": lambda value: 3 <= value < math.inf,
+    "above 0": lambda value: 0 < value < math.inf,
+    "above 0 and at most 1": lambda value: 0 < value <= 1,
+    "from 0 to below 1": lambda value: 0 <= value < 1,
+    "from 0 to 1": lambda value: 0 <= value <= 1,
+    "between 0 and 1": lambda value: 0 < value < 1,
+    "from 0 to 100": lambda value: 0 <= value <= 100,
+}
 
 _FAULTS_TOLD = 5
 _LONGEST_NAME = 120  # of files that are called by it, with room for what is put after it
@@ -53,6 +68,12 @@ def _read(schema: Any, value: Any, place: str, faults: list[str]) -> Any:
     def at(name: object) -> str:
         return f"{place}.{name}" if place else str(name)
 
+    if hasattr(schema, "as_read"):
+        try:
+            schema, value = schema.as_read(value)
+        except UserError as error:
+            faults.append(f"{place}: {error}" if place else str(error))
+            return value
     kind, inner = get_origin(schema), get_args(schema)
     if kind is tuple and inner[-1] is ... and dataclasses.is_dataclass(inner[0]) and isinstance(value, list):
         return tuple(_read(inner[0], one, at(number), faults) for number, one in enumerate(value))
@@ -67,7 +88,7 @@ def _read(schema: Any, value: Any, place: str, faults: list[str]) -> Any:
         return value
     if kind is Mapping:
         schema, named = {inner[0]: inner[1]}, True
-    parts: Mapping[Any, Any] = _named(schema) if named else hints_of(schema)
+    parts: Mapping[Any, Any] = _named(schema) if named else _settings(schema)
     others = next((name for name in parts if not isinstance(name, str)), None)
     known = len(faults)
     if unknown := sorted(value.keys() - parts.keys() if not named else ()):
@@ -86,6 +107,12 @@ def _read(schema: Any, value: Any, place: str, faults: list[str]) -> Any:
 
 def _named(schema: Mapping[Any, Any]) -> dict[Any, Any]:
     return {name.removesuffix("?") if isinstance(name, str) else name: part for name, part in schema.items()}
+
+
+@cache
+def _settings(kind: Any) -> Mapping[str, Any]:
+    """The fields of a dataclass that are settings, and what they are declared as."""
+    return {one.name: hints_of(kind)[one.name] for one in dataclasses.fields(kind) if "no_setting" not in one.metadata}
 
 
 @cache

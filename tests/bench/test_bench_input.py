@@ -22,14 +22,26 @@ from co2.errors import RunError, UserError
 from co2.views import loader
 
 SETTINGS = [
-    "--batch-size", "4", "--views.size", "16", "--encoder.groups", "2", "--device", "cpu", "--workers", "0",
+    "--batch-size", "4", "--size", "16", "--network.groups", "2", "--device", "cpu", "--workers", "0",
     "--seconds", "0.01",
 ]  # fmt: skip
 
 
 def test_from_the_command_line_to_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept, out = tmp_path / "pictures", tmp_path / "out"
-    words = ["bench", "input", "--make", "9", "--size", "48x32", "--keep", str(kept), "--out", str(out), *SETTINGS]
+    words = [
+        "bench",
+        "input",
+        "--make",
+        "9",
+        "--picture-size",
+        "48x32",
+        "--keep",
+        str(kept),
+        "--out",
+        str(out),
+        *SETTINGS,
+    ]
     assert main([*words, "--inputs", "workers", "jpeg", "resident"]) == 0
     record: dict[str, Any] = json.loads((out / "input.json").read_text())
     assert record["images"] == 9
@@ -54,7 +66,7 @@ def test_kept_pictures_are_as_many_and_as_large_as_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def read(make: int, size: str) -> tuple[int, set[tuple[int, ...]], str]:
-        with made_pictures(InputBenchmark(make=make, size=size, keep=str(tmp_path))) as data:
+        with made_pictures(InputBenchmark(make=make, picture_size=size, keep=str(tmp_path))) as data:
             source = open_data(data).train
             shapes = {tuple(source.image(index).shape) for index in range(len(source))}
             return len(source), shapes, capsys.readouterr().out.split(" in ")[0]
@@ -62,7 +74,7 @@ def test_kept_pictures_are_as_many_and_as_large_as_asked_for(
     assert read(6, "40x32") == (6, {(3, 32, 40)}, "Wrote 6 pictures of 40x32 pixels")
     assert read(6, "24x16") == (6, {(3, 16, 24)}, "Wrote 6 pictures of 24x16 pixels")
     assert read(4, "40X32") == (4, {(3, 32, 40)}, "Wrote 0 pictures of 40x32 pixels")
-    with made_pictures(InputBenchmark(make=9, size="40x32", keep=str(tmp_path))) as data:
+    with made_pictures(InputBenchmark(make=9, picture_size="40x32", keep=str(tmp_path))) as data:
         assert len(open_data(data).train) == 9
     printed = capsys.readouterr().out
     assert printed.startswith("Wrote 3 pictures of 40x32 pixels")
@@ -71,7 +83,7 @@ def test_kept_pictures_are_as_many_and_as_large_as_asked_for(
 
 def test_a_record_names_the_pictures_that_were_made(tmp_path: Path) -> None:
     for make, size in ((9, "40x32"), (6, "40x32"), (6, "24x16")):
-        words = ["bench", "input", "--make", str(make), "--size", size, "--keep", str(tmp_path / "pictures")]
+        words = ["bench", "input", "--make", str(make), "--picture-size", size, "--keep", str(tmp_path / "pictures")]
         assert main([*words, "--out", str(tmp_path), *SETTINGS]) == 0
         record: dict[str, Any] = json.loads((tmp_path / "input.json").read_text())
         assert (record["images"], record["data"]) == (make, f"{make} JPEGs of {size} pixels")
@@ -166,7 +178,7 @@ def test_mistakes_are_told_plainly(tiny: Any) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_every_way_gives_batches(tmp_path: Path, tiny: Any) -> None:
-    experiment = tiny("moco-v2", device="cuda", batch_size=16, workers=2, views={"size": 64})
+    experiment = tiny("moco-v2", device="cuda", batch_size=16, workers=2, size=64)
     settings = InputBenchmark(
         make=64, size="160x120", keep=str(tmp_path), inputs=("resident", "jpeg", "workers"), seconds=0.5
     )

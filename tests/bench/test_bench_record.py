@@ -39,8 +39,8 @@ def test_a_file_in_the_way_is_told_before_anything_is_measured(
 
 
 SMALL = [
-    "--batch-size", "8", "--views.size", "16", "--encoder.backbone", "co2/resnet10-narrow", "--encoder.stem",
-    "small-stride-2", "--encoder.dimension", "16", "--negatives.size", "32", "--device", "cpu", "--workers", "0",
+    "--batch-size", "8", "--size", "16", "--network.backbone", "co2/resnet10-narrow", "--network.stem",
+    "small-stride-2", "--method.dimension", "16", "--method.queue", "32", "--device", "cpu", "--workers", "0",
 ]  # fmt: skip
 
 

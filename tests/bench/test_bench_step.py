@@ -12,27 +12,18 @@ import pytest
 import torch
 
 from co2.bench import step
-from co2.bench.roofline import KEY_FORWARD, LOSS, QUERY_FORWARD, step_work
+from co2.bench.roofline import step_work
 from co2.bench.specification import StepBenchmark
-from co2.bench.step import FORWARD_AND_LOSS, parts_table, pays_from, run
+from co2.bench.step import parts_table, pays_from, run
 from co2.cli import main
-from co2.config import Experiment
 from co2.errors import UserError
+from co2.experiment import Experiment
 
 SMALL = [
-    "--batch-size", "8", "--views.size", "16", "--encoder.backbone", "co2/resnet10-narrow", "--encoder.stem",
-    "small-stride-2", "--encoder.dimension", "16", "--negatives.size", "32", "--device", "cpu",
+    "--batch-size", "8", "--size", "16", "--network.backbone", "co2/resnet10-narrow", "--network.stem",
+    "small-stride-2", "--method.dimension", "16", "--method.queue", "32", "--device", "cpu",
 ]  # fmt: skip
-PARTS = [
-    "views",
-    "key forward",
-    "query forward",
-    "loss",
-    "backward",
-    "optimiser",
-    "momentum encoder and negatives",
-    "between steps",
-]
+PARTS = ["views", "forward", "backward", "optimiser", "update", "between steps"]
 
 
 def test_from_the_command_line_to_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +43,7 @@ def test_from_the_command_line_to_a_record(tmp_path: Path, capsys: pytest.Captur
     assert list(kind["shares"]) == PARTS
     assert set(record["bound"]["by_part"]) == set(PARTS[:-1])
     assert kind["memory_gib"] > 0
-    for words in ("images/s", "of the bound", "key forward", str(tmp_path / "step.json")):
+    for words in ("images/s", "of the bound", "backward", str(tmp_path / "step.json")):
         assert words in printed
 
 
@@ -76,10 +67,11 @@ def test_parts_add_up_to_the_step(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["simclr-small", "insdisc-small"])
-def test_methods_without_keys_have_no_part_for_them(recipe: str, tmp_path: Path) -> None:
-    assert main(["bench", "step", recipe, *SMALL, "--steps", "1", "--out", str(tmp_path / "a.json")]) == 0
+def test_every_method_has_the_same_parts(recipe: str, tmp_path: Path) -> None:
+    words = [word for word in SMALL if word not in ("--method.queue", "32")]  # which they do not have
+    assert main(["bench", "step", recipe, *words, "--steps", "1", "--out", str(tmp_path / "a.json")]) == 0
     (kind,) = json.loads((tmp_path / "a.json").read_text())["kinds"]
-    assert [part for part in PARTS if part != "key forward"] == list(kind["shares"])
+    assert list(kind["shares"]) == PARTS
 
 
 @pytest.mark.parametrize(("precision", "number_bytes"), [("float32", 4), ("bfloat16", 2)])
@@ -104,9 +96,8 @@ def test_when_a_slow_start_pays() -> None:
     assert len(pays_from({"a": (1.0, 3.0), "b": (2.0, 2.0), "c": (3.0, 1.0)}, batch=2)) == 3
 
 
-def test_a_compiled_forward_pass_is_bounded_by_what_it_holds() -> None:
-    one = {"shares": {FORWARD_AND_LOSS: 0.5, "between steps": 0.5}, "step_seconds": 2.0}
-    rows = parts_table(one, {KEY_FORWARD: 0.1, QUERY_FORWARD: 0.2, LOSS: 0.3})
+def test_a_part_stands_beside_its_bound() -> None:
+    rows = parts_table({"shares": {"forward": 0.5, "between steps": 0.5}, "step_seconds": 2.0}, {"forward": 0.6})
     assert rows[0]["at least, ms"] == pytest.approx(600)
     assert rows[1] == {"part": "between steps", "ms": 1000.0, "share": "50.0%", "at least, ms": None}
 
@@ -138,11 +129,11 @@ def test_on_a_gpu_every_kind_of_step_has_parts(kind: Any, tiny: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_a_compiled_step_has_its_forward_passes_in_one_piece(tiny: Any) -> None:
+def test_a_compiled_step_has_the_same_parts(tiny: Any) -> None:
     experiment: Experiment = tiny("moco-small", device="cuda", batch_size=64)
     (found,) = run(experiment, StepBenchmark(kinds=("compiled",), steps=5))["kinds"]
     assert found["kind"] == "compiled"
-    assert FORWARD_AND_LOSS in found["parts"]
+    assert list(found["shares"]) == PARTS
 
 
 def test_help_and_mistakes_are_told_without_torch() -> None:

@@ -23,8 +23,8 @@ from co2.errors import UserError
 
 CPU = torch.device("cpu")
 SMALL = [
-    "--batch-size", "8", "--views.size", "16", "--encoder.backbone", "co2/resnet10-narrow", "--encoder.stem",
-    "small-stride-2", "--encoder.dimension", "16", "--negatives.size", "32", "--device", "cpu", "--workers", "0",
+    "--batch-size", "8", "--size", "16", "--network.backbone", "co2/resnet10-narrow", "--network.stem",
+    "small-stride-2", "--method.dimension", "16", "--method.queue", "32", "--device", "cpu", "--workers", "0",
 ]  # fmt: skip
 
 
@@ -39,14 +39,25 @@ def test_from_the_command_line_to_a_record(tmp_path: Path, capsys: pytest.Captur
     assert 0 < record["waiting"] < 1
     assert record["waiting"] == pytest.approx(record["loop_waiting"], rel=0.5)  # on a CPU there is only one clock
     assert record["shares"]["waiting for data"] == pytest.approx(record["waiting"])
-    assert {"key forward", "query forward", "loss", "backward", "optimiser"} <= set(record["parts"])
+    assert {"forward", "backward", "optimiser"} <= set(record["parts"])
     assert {"command", "commit", "versions", "device"} <= set(record)
     assert record["sentence"] in printed
     assert "waiting for data" in printed
 
 
 def test_pictures_can_be_made_for_it(tmp_path: Path) -> None:
-    words = ["bench", "train", "moco-small", *SMALL, "--make", "9", "--size", "40x32", "--keep", str(tmp_path / "made")]
+    words = [
+        "bench",
+        "train",
+        "moco-small",
+        *SMALL,
+        "--make",
+        "9",
+        "--picture-size",
+        "40x32",
+        "--keep",
+        str(tmp_path / "made"),
+    ]
     assert main([*words, "--execution.input", "jpeg", "--steps", "2", "--out", str(tmp_path)]) == 0
     record: dict[str, Any] = json.loads((tmp_path / "train.json").read_text())
     assert record["images"] == 9
@@ -109,7 +120,7 @@ def test_noise_repeats_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mistakes_are_told_plainly(tiny: Any) -> None:
     with pytest.raises(UserError, match="no --queue to vary"):
-        run(tiny("simclr-small", encoder={"groups": 1, "shuffle_keys": False}), TrainBenchmark(queue=(32, 64)))
+        run(tiny("simclr-small", network={"groups": 1}), TrainBenchmark(queue=(32, 64)))
     with pytest.raises(UserError, match="above 0"):
         TrainBenchmark(images=(0,))
     with pytest.raises(UserError, match="larger than the data set"):
@@ -144,7 +155,7 @@ def test_data_of_the_command_line_is_told_from_that_of_the_recipe(capsys: pytest
 
 @pytest.mark.gpu
 def test_on_a_gpu_images_are_resident_and_the_step_is_captured(tiny: Any) -> None:
-    experiment = tiny("moco-small", device="cuda", batch_size=64, data="shapes:1000:32", views={"size": 32})
+    experiment = tiny("moco-small", device="cuda", batch_size=64, data="shapes:1000:32", size=32)
     record = run(experiment, TrainBenchmark(steps=60))
     assert record["kind"] == record["parts_of"] == "captured"
     assert "on the GPU" in record["sentence"]

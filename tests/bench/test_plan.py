@@ -20,8 +20,8 @@ from co2.errors import UserError
 
 CPU = torch.device("cpu")
 SMALL = [
-    "--batch-size", "8", "--views.size", "16", "--encoder.backbone", "co2/resnet10-narrow", "--encoder.stem",
-    "small-stride-2", "--encoder.dimension", "16", "--negatives.size", "32", "--device", "cpu", "--workers", "0",
+    "--batch-size", "8", "--size", "16", "--network.backbone", "co2/resnet10-narrow", "--network.stem",
+    "small-stride-2", "--method.dimension", "16", "--method.queue", "32", "--device", "cpu", "--workers", "0",
     "--seconds", "0.05",
 ]  # fmt: skip
 
@@ -54,7 +54,7 @@ def test_what_is_not_known_is_said() -> None:
 
 def test_views_that_grow_are_taken_for_large_ones() -> None:
     speed = Speed(10.0, 1.0, 2.0, watts=None, batch_size=256, input=None)
-    growing = recipes.get("moco-v2").edit(views={"earlier_sizes": (128, 176)})
+    growing = recipes.get("moco-v2").edit(earlier_sizes=(128, 176))
     lines = answer(growing, foresee(speed, 1000, 200), speed, "CPU (2 threads)", on_gpu=False)
     assert "All views are taken to have 224 pixels; with smaller ones at first it takes less time." in lines
 
@@ -88,7 +88,7 @@ def test_from_the_command_line_to_a_record(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_slow_step_is_measured_on_a_smaller_batch(tiny: Any) -> None:
-    experiment = tiny(batch_size=64, encoder={"groups": 4})
+    experiment = tiny(batch_size=64, network={"groups": 4})
     assert with_bearable_batch(experiment, CPU, step_seconds=1e-9).batch_size == 8
     assert with_bearable_batch(experiment, CPU, step_seconds=1e9).batch_size == 64
 
@@ -146,7 +146,7 @@ def test_mistakes_are_told_plainly(tiny: Any, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_batch_that_is_advised_works(tiny: Any) -> None:
-    experiment = tiny("demo-moco", encoder={"groups": 4})
+    experiment = tiny("demo-moco", network={"groups": 4})
     with pytest.raises(UserError, match=r"data set of 10 images\. Use --batch-size 8, or more images"):
         plan(experiment, PlanSettings(images=10))
     assert plan(experiment.edit(batch_size=8), PlanSettings(images=10, seconds=0.05))["forecast"]["images"] == 10

@@ -158,7 +158,7 @@ def test_shards(sharded: tuple[ShardSource, dict[int, Hostile], set[str]], worke
 
 
 def test_a_whole_run_ends_well_and_names_exactly_the_bad_ones(mixed: Path, tmp_path: Path, tiny) -> None:
-    run = pretrain(tiny(epochs=1, batch_size=64, negatives={"size": 128}), data=mixed, out=tmp_path / "run")
+    run = pretrain(tiny(epochs=1, batch_size=64, method={"queue": 128}), data=mixed, out=tmp_path / "run")
     assert (run / "backbone.safetensors").is_file()
     lines = (run / "bad_images.txt").read_text(encoding="utf-8").split("\n")
     assert lines.pop() == ""

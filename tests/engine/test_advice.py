@@ -30,13 +30,13 @@ def test_a_loss_that_rises_later_is_not_excused():
 
 
 def test_symmetric_runs_fill_the_queue_in_half_the_time():
-    ours = advisor(negatives={"symmetric": True})
+    ours = advisor(method={"symmetric": True})
     ours.after_interval(2, {"loss": 4.0, "top1": 0.5})
     assert "until step 4" in ours.after_interval(3, {"loss": 6.0, "top1": 0.5})[0]
 
 
 def test_perfect_accuracy_without_shuffled_keys_points_at_batch_statistics():
-    ours = advisor(encoder={"shuffle_keys": False})
+    ours = advisor(method={"shuffle": False})
     (text,) = ours.after_interval(100, {"loss": 0.1, "top1": 1.0})
     assert "Batch statistics give away" in text
 
@@ -44,7 +44,7 @@ def test_perfect_accuracy_without_shuffled_keys_points_at_batch_statistics():
 def test_perfect_accuracy_with_shuffled_keys_points_elsewhere():
     (text,) = advisor().after_interval(100, {"loss": 0.1, "top1": 1.0})
     assert "Batch statistics" not in text
-    assert "--negatives.momentum" in text
+    assert "--method.momentum" in text
 
 
 @pytest.mark.parametrize("step", [1, 8])
@@ -99,8 +99,8 @@ def test_a_start_that_narrows_the_embeddings_is_told_with_its_remedy():
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({"objective": {"alpha": 3.0}, **COLD}, "--optimisation.warm-up 0.05 and --objective.ramp-up 0.5"),
-        ({"objective": {"alpha": 3.0, "ramp_up": 0.5}, **COLD}, "--optimisation.warm-up 0.05, or"),
+        ({"method": {"alpha": 3.0}, **COLD}, "--optimisation.warm-up 0.05 and --method.ramp-up 0.5"),
+        ({"method": {"alpha": 3.0, "ramp_up": 0.5}, **COLD}, "--optimisation.warm-up 0.05, or"),
         ({"optimisation": {"warm_up": 0.05}}, ": a longer --optimisation.warm-up, or"),
         ({"optimisation": {"warm_up": 0.6}}, ": a longer --optimisation.warm-up, or"),
     ],
@@ -125,20 +125,20 @@ def drawn_together(mean_norm=0.8):
 
 
 def test_embeddings_that_the_term_has_drawn_together_are_told_late_in_the_run():
-    ours = advisor(objective={"alpha": 10.0, "tau_consistency": 0.04})
+    ours = advisor(method={"alpha": 10.0, "tau_consistency": 0.04})
     assert after_epoch(ours, drawn_together(), epoch=149) == []
     (text,) = after_epoch(ours, drawn_together(), epoch=150)
     assert "a length of 0.80" in text
-    assert "a lower --objective.alpha or a higher --objective.tau-consistency, or lets alpha rise over" in text
+    assert "a lower --method.alpha or a higher --method.tau-consistency, or lets alpha rise over" in text
     assert "may be too strong" in text
     assert after_epoch(ours, drawn_together(), epoch=200) == []  # once
 
 
 @pytest.mark.parametrize(("alpha", "mean_norm", "step"), [(0.0, 0.8, 2000), (10.0, 0.69, 2000), (10.0, 0.8, 999)])
 def test_without_the_term_or_spread_out_or_hardly_begun_nothing_is_said_of_its_strength(alpha, mean_norm, step):
-    assert after_epoch(advisor(objective={"alpha": alpha}), drawn_together(mean_norm), epoch=200, step=step) == []
+    assert after_epoch(advisor(method={"alpha": alpha}), drawn_together(mean_norm), epoch=200, step=step) == []
 
 
 def test_a_term_that_rises_already_is_not_told_to():
-    (text,) = after_epoch(advisor(objective={"alpha": 10.0, "ramp_up": 1.0}), drawn_together(), epoch=200)
-    assert "--objective.ramp-up" not in text
+    (text,) = after_epoch(advisor(method={"alpha": 10.0, "ramp_up": 1.0}), drawn_together(), epoch=200)
+    assert "--method.ramp-up" not in text

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from co2 import recipes
-from co2.config import Experiment
 from co2.data.source import ArraySource
 from co2.engine.capture import WARM_UP, CapturedStep
-from co2.engine.schedule import consistency_weight
 from co2.engine.trainer import Trainer
+from co2.experiment import Experiment
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch
 from co2.views.view import View
@@ -29,7 +28,7 @@ def small(recipe: str, step: str, **changes: object) -> Experiment:
         batch_size=BATCH,
         epochs=5,
         execution={"step": step},
-        objective={"ramp_up": 0.0},
+        method={"ramp_up": 0.0},
         optimisation={"base_learning_rate": 0.06},
     )
     return experiment.edit(**changes)
@@ -40,16 +39,16 @@ def train(experiment: Experiment, epochs: int = 4) -> tuple[Tensor, Trainer]:
     pixels = np.random.default_rng(0).integers(0, 256, (IMAGES, 3, 32, 32), dtype=np.uint8)
     loader, _ = choose_input(
         ArraySource("noise", pixels),
-        (experiment.views,) * experiment.negatives.views_per_image,
+        experiment.views(),
         batch_size=BATCH,
         seed=experiment.seed,
         workers=0,
         device=DEVICE,
-        smallest=2 * experiment.encoder.groups,
+        smallest=2 * experiment.network.groups,
     )
 
     def views(epoch: int) -> tuple[View, ...]:
-        return (experiment.views.in_epoch(epoch, experiment.epochs),) * experiment.negatives.views_per_image
+        return experiment.views(epoch)
 
     told: list[str] = []
     trainer = Trainer(experiment, IMAGES, 100, DEVICE, tell=told.append)
@@ -75,19 +74,19 @@ def test_the_same_curve_as_the_step_as_written(recipe: str, optimiser: str) -> N
     assert apart[:WARM_UP].max() <= noise[:WARM_UP].max() + 1e-3
     assert other.step == one.step == 16
     if recipe == "co2-small":
-        assert other.mechanism.queue.written == one.mechanism.queue.written == 4 * IMAGES
+        assert other.nets["queue"].written == one.nets["queue"].written == 4 * IMAGES
 
 
 def test_views_that_grow_are_captured_size_by_size() -> None:
-    changes = {"epochs": 6, "views": {"earlier_sizes": (16, 24)}}
+    changes = {"epochs": 6, "earlier_sizes": (16, 24)}
     eager, _ = train(small("co2-small", "eager", **changes), epochs=6)
     captured, trainer = train(small("co2-small", "captured", **changes), epochs=6)
     again, _ = train(small("co2-small", "eager", **changes), epochs=6)
     noise = float((eager - again).abs()[:, :3].max())
     torch.testing.assert_close(captured[:, :3], eager[:, :3], rtol=0.01, atol=0.01 + 2 * noise)
     assert trainer._captured is not None
-    recorded = {shapes[0] for shapes in trainer._captured._recorded}  # of the views; short batches come too seldom
-    assert recorded == {(2, BATCH, 3, size, size) for size in (16, 24, 32)}
+    recorded = {shapes[1:3] for shapes in trainer._captured._recorded}  # of the views; short batches come too seldom
+    assert recorded == {((BATCH, 3, size, size),) * 2 for size in (16, 24, 32)}
 
 
 def test_a_rehearsed_step_leaves_no_trace_on_a_gpu() -> None:
@@ -99,31 +98,31 @@ def test_a_rehearsed_step_leaves_no_trace_on_a_gpu() -> None:
     ours.rehearse(larger)
     for _ in range(2 * WARM_UP):  # as written, and captured
         assert torch.equal(ours.train_step(batch), theirs.train_step(batch))
-    ours_now, theirs_now = ours.mechanism.state_dict(), theirs.mechanism.state_dict()
+    ours_now, theirs_now = ours.nets.state_dict(), theirs.nets.state_dict()
     assert all(torch.equal(ours_now[name], theirs_now[name]) for name in theirs_now)
 
 
 def test_the_learning_rate_reaches_a_captured_step() -> None:
     """A rate of nothing changes nothing, although the step was recorded with another."""
     _, trainer = train(small("moco-small", "captured"), epochs=2)
-    before = trainer.mechanism.encoder.backbone.conv1.weight.clone()
-    trainer.learning_rate = lambda: 0.0
+    before = trainer.nets["encoder"].backbone.conv1.weight.clone()
+    trainer.learning_rate = lambda network="": 0.0
     batch_of = train(small("moco-small", "eager"), epochs=1)  # another trainer, only to use the GPU in between
     assert batch_of[1].step == 4
     pixels = torch.randint(0, 256, (2, BATCH, 3, 32, 32), dtype=torch.uint8, device=DEVICE)
     from co2.views.loader import Batch
 
     trainer.train_step(Batch(torch.arange(BATCH, device=DEVICE), pixels, [], BATCH))
-    assert torch.equal(trainer.mechanism.encoder.backbone.conv1.weight, before)
+    assert torch.equal(trainer.nets["encoder"].backbone.conv1.weight, before)
 
 
 def test_the_weight_of_the_consistency_term_reaches_a_captured_step() -> None:
     """It rises from step to step, although the step was recorded with the weight of one of them."""
-    experiment = small("co2-small", "captured", objective={"ramp_up": 0.2})
+    experiment = small("co2-small", "captured", method={"ramp_up": 0.2})
     measured, trainer = train(experiment)
     assert trainer._captured is not None
     loss, instance, consistency = measured[:, :3].unbind(1)  # [16] each
-    weights = [consistency_weight(experiment.objective, step, trainer.steps) for step in range(16)]
+    weights = [experiment.method.schedules()["alpha"](step / trainer.steps) for step in range(16)]
     torch.testing.assert_close(loss, instance + torch.tensor(weights) * consistency, rtol=1e-4, atol=1e-4)
     assert len(set(weights)) == 16
 
@@ -135,7 +134,7 @@ def test_a_state_goes_from_captured_to_eager_and_back() -> None:
         other = Trainer(small("co2-small", step), IMAGES, 100, DEVICE)
         other.restore(state)
         assert other.step == trainer.step
-        assert other.optimiser.param_groups[0]["lr"] is other.rate
+        assert other.optimiser.param_groups[0]["lr"] is other.rates[""]
 
 
 def test_a_step_that_cannot_be_captured_is_taken_as_it_is() -> None:

@@ -35,7 +35,7 @@ METHODS = {
     "moco": ("demo-moco", {}),
     "co2": ("demo-co2", {}),
     "simclr": ("co2-simclr-small", {}),
-    "insdisc": ("co2-insdisc-small", {"negatives": {"size": 20}}),
+    "insdisc": ("co2-insdisc-small", {"negatives": 20}),
 }
 
 
@@ -75,7 +75,7 @@ def carry_out(plan, processes, folder):
 def experiment(build_tiny):
     def build(recipe, groups, **changes):
         changes = UNEVEN | {"epochs": 1} | changes
-        changes["encoder"] = {"groups": groups} | changes.get("encoder", {})
+        changes["network"] = {"groups": groups} | changes.get("network", {})
         changes["monitoring"] = {"evaluate_every": 100}
         return build_tiny(recipe, **changes)
 
@@ -95,26 +95,26 @@ def assert_same_run(ours, theirs, rows):
             expected = [row[name] for row in their_rows]
             assert [row[name] for row in our_rows] == pytest.approx(expected, rel=tolerance, abs=tolerance), name
     our_state, their_state = (read_checkpoint(checkpoints(run)[-1]) for run in (ours, theirs))
-    for part in ("mechanism", "optimiser"):
+    for part in ("nets", "optimiser"):
         torch.testing.assert_close(our_state[part], their_state[part], rtol=1e-8, atol=1e-8)
 
 
 VARIANTS = {
     "two groups in each": ("demo-co2", 4, {}),
-    "symmetric": ("demo-co2", 2, {"negatives": {"symmetric": True}}),
-    "growing views": ("demo-co2", 2, {"epochs": 2, "views": {"size": 16, "earlier_sizes": (8,)}}),
-    "not shuffled": ("demo-co2", 2, {"encoder": {"shuffle_keys": False}}),
+    "symmetric": ("demo-co2", 2, {"method": {"symmetric": True}}),
+    "growing views": ("demo-co2", 2, {"epochs": 2, "size": 16, "earlier_sizes": (8,)}),
+    "not shuffled": ("demo-co2", 2, {"method": {"shuffle": False}}),
     "one group over both": ("co2-simclr-small", 1, {}),
     "both views of an image in one group": ("co2-simclr-small", 4, {}),
 }
 
 
 MISTAKES = {
-    "no such backbone": ({"encoder": {"backbone": "torchvision/resnet5"}}, {}, "Did you mean 'torchvision/resnet50'"),
+    "no such backbone": ({"network": {"backbone": "torchvision/resnet5"}}, {}, "Did you mean 'torchvision/resnet50'"),
     "no such data for one": ({}, {"1": "missing-folder"}, "missing-folder"),
     "other data for one": ({}, {"1": "shapes:54:16"}, "53 images for one of the processes and 54 for another"),
     "other names for one": ({"data": "digits"}, {"1": "shapes:1437:16"}, "other names for one of the processes"),
-    "groups": ({"encoder": {"groups": 3}}, {}, "3 groups .* among 2 processes. Use --encoder.groups 4"),
+    "groups": ({"network": {"groups": 3}}, {}, "3 groups .* among 2 processes. Use --network.groups 4"),
     "NaN": ({}, {}, r"NaN or infinite at step 2; the 19 images .* There is no checkpoint yet"),
     "moco": ({}, {}, "is not empty"),  # the name of a run that is there
 }
@@ -229,11 +229,11 @@ def test_a_killed_process_is_started_again_and_the_result_is_the_same(pairs, exp
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Going on from step 3" in done.stdout
     ours, theirs = (read_checkpoint(checkpoints(run)[-1]) for run in (tmp_path / "run", pairs[2] / "undisturbed"))
-    torch.testing.assert_close(ours["mechanism"], theirs["mechanism"], rtol=0, atol=0)
+    torch.testing.assert_close(ours["nets"], theirs["nets"], rtol=0, atol=0)
 
 
 COMMAND = ["-m", "co2.cli", "pretrain", "demo-co2", "--data", "shapes:53:16", "--batch-size", "19", "--device", "cpu"]
-COMMAND += ["--views.size", "16", "--encoder.groups", "2", "--negatives.size", "50", "--workers", "1"]
+COMMAND += ["--size", "16", "--network.groups", "2", "--method.queue", "50", "--workers", "1"]
 COMMAND += ["--monitoring.health-images", "16", "--monitoring.bank-images", "30", "--monitoring.query-images", "20"]
 COMMAND += ["--monitoring.checkpoint-seconds", "0"]
 
@@ -258,11 +258,11 @@ def test_the_command_line_writes_and_prints_once_and_stops_when_asked(tmp_path):
 
 
 def test_a_mistake_is_told_once_and_ends_all_processes(tmp_path):
-    done = torchrun(2, *COMMAND[:-6], "--encoder.groups", "3", "--out", str(tmp_path / "run"))
+    done = torchrun(2, *COMMAND[:-6], "--network.groups", "3", "--out", str(tmp_path / "run"))
     assert done.returncode != 0
     told = [line for line in done.stderr.splitlines() if line.startswith("co2: ")]
     assert len(told) == 1
-    assert "--encoder.groups 4" in told[0]
+    assert "--network.groups 4" in told[0]
     assert "exitcode  : 2 " in done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -317,11 +317,11 @@ def test_processes_share_a_batch_by_its_groups(images, processes, groups):
 def test_alone_nothing_is_exchanged():
     share = ALONE.share(7, groups=2)
     assert (share.rows, share.total, share.weight) == (slice(0, 7), 7, 1.0)
-    views = torch.randint(0, 255, (2, 7, 3, 4, 4), dtype=torch.uint8)
+    views = torch.randint(0, 255, (7, 3, 4, 4), dtype=torch.uint8)
     order = torch.tensor([3, 0, 6, 2, 5, 1, 4])
     shuffled = share.shuffle(views, order)
-    assert torch.equal(shuffled, views[:, order])
-    assert torch.equal(share.put_back(shuffled[0], order), views[0])
+    assert torch.equal(shuffled, views[order])
+    assert torch.equal(share.put_back(shuffled, order), views)
     assert share.gather(views) is views
 
 

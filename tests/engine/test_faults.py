@@ -43,7 +43,7 @@ def one_thread():
 
 
 def weights(run):
-    return read_checkpoint(checkpoints(run)[-1])["mechanism"]
+    return read_checkpoint(checkpoints(run)[-1])["nets"]
 
 
 def assert_same_weights(first, second):
@@ -168,12 +168,12 @@ def lacking(part):
 @pytest.mark.parametrize(
     "spoil",
     [
-        *map(lacking, ("images", "step", "mechanism", "optimiser")),
+        *map(lacking, ("images", "step", "nets", "optimiser")),
         lambda state: state.update(step="x"),
         lambda state: state.update(step=10**9),
         lambda state: state.update(images="many"),
-        lambda state: state["mechanism"].popitem(),
-        lambda state: state["mechanism"].update(encoder=3),
+        lambda state: state["nets"].popitem(),
+        lambda state: state["nets"].update(encoder=3),
         lambda state: state["optimiser"].clear(),
         lambda state: state.clear(),
     ],
@@ -272,14 +272,14 @@ sys.exit(main(sys.argv[2:]))
 
 
 def words(out, data="shapes:40:16"):
-    command = ["pretrain", "demo-co2", "--data", str(data), "--out", str(out), "--views.size", "16", "--epochs", "2"]
+    command = ["pretrain", "demo-co2", "--data", str(data), "--out", str(out), "--size", "16", "--epochs", "2"]
     return [
         *command,
         "--batch-size",
         "16",
         "--device",
         "cpu",
-        "--negatives.size",
+        "--method.queue",
         "50",
         "--monitoring.health-images",
         "9",
@@ -402,7 +402,7 @@ def test_a_run_with_workers_needs_no_shared_memory_and_stops_when_asked(tmp_path
     if shutil.which("unshare") is None or subprocess.run([*own, "true"], capture_output=True).returncode:
         pytest.skip("making /dev/shm small for one process needs to be root")
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "co2.cli", *words(run), "--views.size", "48", "--epochs", "5000", "--workers", "2"]
+    command = [sys.executable, "-m", "co2.cli", *words(run), "--size", "48", "--epochs", "5000", "--workers", "2"]
     process = subprocess.Popen([*own, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: checkpoints(run), process)
@@ -584,7 +584,7 @@ def test_weights_that_are_no_numbers_are_never_saved(tiny, tmp_path, monkeypatch
     def train_step(self, batch):
         measured = original(self, batch)
         if self.step == 6:  # the last of the second epoch
-            self.mechanism.encoder.head.weight.data[0, 0] = torch.nan
+            self.nets["encoder"].head.weight.data[0, 0] = torch.nan
         return measured
 
     monkeypatch.setattr(trainer.Trainer, "train_step", train_step)
@@ -599,7 +599,7 @@ def test_a_backbone_that_is_no_numbers_is_not_handed_over(tiny, tmp_path):
     run = pretrain(tiny(), out=tmp_path / "run")
     (run / "backbone.safetensors").unlink()
     state = read_checkpoint(checkpoints(run)[-1])
-    state["mechanism"]["encoder.head.weight"][0, 0] = torch.inf
+    state["nets"]["encoder.head.weight"][0, 0] = torch.inf
     write_checkpoint(run, state, state["step"])  # as earlier versions could
     with pytest.raises(RunError, match=r"weights became NaN or infinite.*The last good checkpoint is .*000003\.pt"):
         pretrain(tiny(resume=True), out=run)
@@ -623,7 +623,7 @@ def test_running_out_of_gpu_memory_says_which_knob_frees_how_much(tiny, tmp_path
 
 def test_really_running_out_of_memory_without_a_gpu(tiny, tmp_path):
     with pytest.raises(RunError, match=r"The machine's memory ran out.*--negatives\.size"):
-        pretrain(tiny(negatives={"size": 10**14}), out=tmp_path / "run")
+        pretrain(tiny(method={"queue": 10**14}), out=tmp_path / "run")
 
 
 @pytest.mark.gpu
@@ -631,7 +631,7 @@ def test_really_running_out_of_gpu_memory(tiny, tmp_path):
     torch.cuda.set_per_process_memory_fraction(0.002)
     try:
         wide = {"backbone": "torchvision/resnet50", "stem": "small-stride-1", "head": "mlp"}
-        huge = tiny(device="cuda", encoder=wide, views={"size": 64}, data="shapes:64:64", batch_size=64)
+        huge = tiny(device="cuda", encoder=wide, size=64, data="shapes:64:64", batch_size=64)
         with pytest.raises(co2.UserError, match="--batch-size 32 frees about"):
             pretrain(huge, out=tmp_path / "run")
     finally:
@@ -780,9 +780,9 @@ def test_a_display_is_closed_when_a_run_does_not_even_start(tiny, tmp_path, monk
             self.closed = True
 
     display = Watched()
-    monkeypatch.setattr("co2.engine.pretrain.choose_display", lambda epochs: display)
+    monkeypatch.setattr("co2.engine.pretrain.choose_display", lambda epochs, metrics: display)
     with pytest.raises(co2.UserError, match="resnet5"):
-        pretrain(tiny(encoder={"backbone": "torchvision/resnet5", "stem": "standard"}), out=tmp_path / "run")
+        pretrain(tiny(network={"backbone": "torchvision/resnet5", "stem": "standard"}), out=tmp_path / "run")
     assert display.closed
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from fresh import encoder_of
 from torch import nn
 
 from co2 import recipes
@@ -12,7 +13,7 @@ from co2.data.open import open_data
 from co2.engine import monitor
 from co2.engine.monitor import Monitor
 from co2.measures.knn import knn_accuracy
-from co2.networks.encoder import build_encoder
+from co2.networks.encoder import Embedder
 from co2.views.transform import normalise
 
 CPU = torch.device("cpu")
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 def measured(head: nn.Module | None = None) -> tuple[dict[str, float], nn.Module]:
     experiment = recipes.get("demo-co2").edit(data="shapes:60:32", monitoring={"health_images": 16})
     torch.manual_seed(0)
-    encoder = build_encoder(experiment.encoder, experiment.views.size)
+    encoder = encoder_of(experiment)
     if head is not None:
         encoder.head = head
     encoder.train()
@@ -33,12 +34,13 @@ def test_embeddings_are_judged_as_the_whole_encoder_makes_them():
     """The oracle passes each picture through the encoder, where the monitor passes features through the head."""
     numbers, encoder = measured()
     splits = open_data("shapes:60:32")
-    views = recipes.get("demo-co2").views
+    views = recipes.get("demo-co2").plain
     assert encoder.training
     assert encoder.head.training
     encoder.eval()
+    embed = Embedder(encoder.backbone, encoder.head)
     bank, queries = (
-        torch.cat([encoder(normalise(source.image(i)[None], views)).detach() for i in range(len(source))])
+        torch.cat([embed(normalise(source.image(i)[None], views)).detach() for i in range(len(source))])
         for source in (splits.bank, splits.test)
     )
     labels = [torch.from_numpy(source.labels) for source in (splits.bank, splits.test)]
@@ -58,7 +60,7 @@ def test_features_are_judged_without_the_head():
 
 def test_without_held_out_images_no_image_votes_for_itself():
     experiment = recipes.get("demo-co2").edit(data="shapes:60:32", monitoring={"health_images": 16})
-    encoder = build_encoder(experiment.encoder, experiment.views.size)
+    encoder = encoder_of(experiment)
     splits = open_data(experiment.data)
     splits.bank.labels = np.random.default_rng(0).permutation(splits.bank.labels)  # which nothing can be learnt from
     alone = dataclasses.replace(splits, test=None)
@@ -68,7 +70,7 @@ def test_without_held_out_images_no_image_votes_for_itself():
 def test_where_all_pictures_are_of_one_class_nothing_is_classified():
     """Every answer would be right."""
     experiment = recipes.get("demo-co2").edit(data="shapes:60:32", monitoring={"health_images": 16})
-    encoder = build_encoder(experiment.encoder, experiment.views.size)
+    encoder = encoder_of(experiment)
     splits = open_data(experiment.data)
     splits.bank.labels = np.zeros_like(splits.bank.labels)
     numbers = Monitor(experiment, splits, CPU, workers=0).measure(encoder)
@@ -79,7 +81,7 @@ def test_where_all_pictures_are_of_one_class_nothing_is_classified():
 def readings(monkeypatch, device):
     """How often pictures are read in two measurements, both of which give the same."""
     experiment = recipes.get("demo-co2").edit(data="shapes:60:32", monitoring={"health_images": 16})
-    encoder = build_encoder(experiment.encoder, experiment.views.size).to(device)
+    encoder = encoder_of(experiment).to(device)
     read, plain_batches = [], monitor.plain_batches
 
     def counted(source, *how):

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
-from co2.engine.trainer import MEASURED, Trainer
+from co2 import philox
+from co2.engine.trainer import Trainer
+from co2.engine.trainer import measured as measured_names
 from co2.views.loader import Batch
 
 B, S, K, D, GROUPS, STEPS = 16, 8, 40, 8, 4, 5  # the queue is not a multiple of the batch: rows wrap around
@@ -91,30 +93,41 @@ def test_training_is_that_of_the_plain_method(tiny, alpha, symmetric):
     experiment = tiny(
         "moco-small",
         batch_size=B,
-        views={"size": S},
-        encoder={"backbone": "torchvision/resnet18", "stem": "small", "dimension": D, "groups": GROUPS},
-        negatives={"size": K, "momentum": KEY_MOMENTUM, "symmetric": symmetric},
-        objective={"alpha": alpha, "tau_instance": TAU_INSTANCE, "tau_consistency": TAU_CONSISTENCY},
+        size=S,
+        network={"backbone": "torchvision/resnet18", "stem": "small", "groups": GROUPS},
+        method={
+            "queue": K,
+            "momentum": KEY_MOMENTUM,
+            "symmetric": symmetric,
+            "dimension": D,
+            "alpha": alpha,
+            "tau": TAU_INSTANCE,
+            "tau_consistency": TAU_CONSISTENCY,
+        },
         optimisation={"learning_rate": RATE, "momentum": MOMENTUM, "weight_decay": DECAY},
     )
     trainer = Trainer(experiment, images=B, steps=STEPS, device=torch.device("cpu"))
-    trainer.mechanism.double()  # batches as small as these make rounding grow from step to step
-    normalised = trainer._numbers
-    trainer._numbers = lambda views: normalised(views).double()
-    plain = PlainMoCo(alpha, symmetric, copy.deepcopy(trainer.mechanism.state_dict()))
+    trainer.nets.double()  # batches as small as these make rounding grow from step to step
+    normalised = trainer._feed
+    trainer._feed = lambda view, pictures: normalised(view, pictures).double()
+    plain = PlainMoCo(alpha, symmetric, copy.deepcopy(trainer.nets.state_dict()))
     random = torch.Generator().manual_seed(0)
     for step in range(STEPS):
         views = torch.randint(0, 256, (2, B, 3, S, S), dtype=torch.uint8, generator=random)
-        order = trainer.mechanism.chances(torch.tensor([step]), B)[0]
+        order = philox.permutation(experiment.seed, philox.Stream.KEY_SHUFFLE, step, B)
         rate = RATE * 0.5 * (1 + math.cos(math.pi * step / STEPS))
-        wanted = plain.step(trainer._numbers(views), order, rate)
-        measured = dict(zip(MEASURED, trainer.train_step(Batch(torch.arange(B), views, [], B)), strict=True))
+        wanted = plain.step([trainer._feed(number, one) for number, one in enumerate(views)], order, rate)
+        measured = dict(
+            zip(
+                measured_names(experiment.method), trainer.train_step(Batch(torch.arange(B), views, [], B)), strict=True
+            )
+        )
         got = torch.stack([measured[name] for name in ("loss", "instance", "consistency")])
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
-    ours = trainer.mechanism
-    for network, encoder in ((plain.query_network, ours.encoder), (plain.key_network, ours.key_encoder.encoder)):
+    ours = trainer.nets
+    for network, encoder in ((plain.query_network, ours["encoder"]), (plain.key_network, ours["key_encoder"].encoder)):
         state = {**encoder.backbone.state_dict(), **{f"fc.{k}": v for k, v in encoder.head.state_dict().items()}}
         for name, wanted in network.state_dict().items():
             if "num_batches" not in name:
                 torch.testing.assert_close(state[name], wanted, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(ours.queue.rows, plain.queue, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(ours["queue"].rows, plain.queue, rtol=1e-6, atol=1e-9)

@@ -20,9 +20,9 @@ from co2.checkpoint import checkpoints, read_checkpoint, write_checkpoint
 from co2.cli import main
 from co2.data.fingerprint import fingerprint_of_names
 from co2.data.open import open_data
-from co2.engine import mechanisms
 from co2.engine.monitor import Monitor
 from co2.engine.pretrain import check_names, check_sizes, memory_advice, precision_advice, pretrain
+from co2.networks.parts import Parts
 
 ALL_METHODS = [
     "demo-moco",
@@ -36,7 +36,7 @@ ALL_METHODS = [
 
 
 def weights(run):
-    return read_checkpoint(checkpoints(run)[-1])["mechanism"]
+    return read_checkpoint(checkpoints(run)[-1])["nets"]
 
 
 def assert_same_weights(first, second):
@@ -56,7 +56,7 @@ def write_pictures(folder, count, size=20):
 
 @pytest.mark.parametrize("recipe", ALL_METHODS)
 def test_every_method_runs_and_leaves_a_whole_run_folder(tiny, rows, tmp_path, recipe):
-    run = pretrain(tiny(recipe, negatives={"size": 30}), out=tmp_path / "run")
+    run = pretrain(tiny(recipe, negatives=30), out=tmp_path / "run")
     assert {"config.json", "metrics.jsonl", "checkpoints", "backbone.safetensors"} <= set(os.listdir(run))
     train = rows(run)
     assert [row["step"] for row in train] == [1, 2, 3, 4, 5, 6]  # 40 images at 16: two whole batches and a short one
@@ -65,7 +65,7 @@ def test_every_method_runs_and_leaves_a_whole_run_folder(tiny, rows, tmp_path, r
         assert 0 <= row["top1"] <= row["top5"] <= 1
         assert row["images_per_second"] > 0
         assert 0 <= row["waiting"] <= 1
-    alpha = json.loads((run / "config.json").read_text())["objective"]["alpha"]
+    alpha = json.loads((run / "config.json").read_text())["method"]["alpha"]
     for row in train:  # without CO2 the term is measured but is no part of the loss
         assert row["loss"] == pytest.approx(row["instance"] + alpha * row["consistency"], rel=1e-5)
         assert row["consistency"] > 0
@@ -132,13 +132,13 @@ class StopAfter:
 @pytest.mark.parametrize("recipe", ["demo-co2", "co2-simclr-small", "co2-insdisc-small"])
 @pytest.mark.parametrize("steps", [2, 3, 4])  # in mid-epoch, at its end, in the next one
 def test_a_run_stopped_and_resumed_ends_with_identical_weights(tiny, rows, tmp_path, monkeypatch, recipe, steps):
-    undisturbed = pretrain(tiny(recipe, negatives={"size": 30}), out=tmp_path / "undisturbed")
+    undisturbed = pretrain(tiny(recipe, negatives=30), out=tmp_path / "undisturbed")
     with monkeypatch.context() as patch:
         StopAfter(patch, steps)
         with pytest.raises(co2.engine.pretrain.Stopped) as stop:
-            pretrain(tiny(recipe, negatives={"size": 30}), out=tmp_path / "stopped")
+            pretrain(tiny(recipe, negatives=30), out=tmp_path / "stopped")
     assert stop.value.signal_number == signal.SIGINT
-    resumed = pretrain(tiny(recipe, negatives={"size": 30}, resume=True), out=tmp_path / "stopped")
+    resumed = pretrain(tiny(recipe, negatives=30, resume=True), out=tmp_path / "stopped")
     assert_same_weights(undisturbed, resumed)
     for kind in ("train", "epoch"):
         ours, theirs = rows(undisturbed, kind), rows(resumed, kind)
@@ -196,7 +196,7 @@ def test_views_that_grow_during_a_run_that_is_stopped_and_resumed(tiny, tmp_path
         return original(self, batch)
 
     monkeypatch.setattr(trainer.Trainer, "train_step", train_step)
-    growing = tiny(epochs=4, views={"size": 16, "earlier_sizes": (8,)})
+    growing = tiny(epochs=4, size=16, earlier_sizes=(8,))
     undisturbed = pretrain(growing, out=tmp_path / "undisturbed")
     assert seen == [16, *6 * [8], *6 * [16]]  # the first one is a rehearsal
     assert "Views have 8 pixels at first, 16 from epoch 3 on" in capsys.readouterr().out
@@ -210,7 +210,7 @@ def test_views_that_grow_during_a_run_that_is_stopped_and_resumed(tiny, tmp_path
 
 
 def test_time_goes_with_the_pixels_of_views(tiny):
-    growing = tiny(epochs=4, views={"size": 16, "earlier_sizes": (8,)})
+    growing = tiny(epochs=4, size=16, earlier_sizes=(8,))
     of_first = co2.engine.pretrain.work(growing, steps_per_epoch=3)
     assert [of_first(steps) for steps in (0, 1, 6, 7, 12)] == [0, 0.25, 1.5, 2.5, 7.5]
     of_first = co2.engine.pretrain.work(tiny(), steps_per_epoch=3)
@@ -225,7 +225,7 @@ def test_a_run_with_growing_views_looks_for_memory_first(tiny, tmp_path, monkeyp
     monkeypatch.setattr(trainer.Trainer, "rehearse", lambda self, batch: rehearsed.append((self.step, batch)))
     pretrain(tiny(epochs=1), out=tmp_path / "all-alike")
     assert rehearsed == []
-    pretrain(tiny(views={"size": 16, "earlier_sizes": (8,)}), out=tmp_path / "growing")
+    pretrain(tiny(size=16, earlier_sizes=(8,)), out=tmp_path / "growing")
     ((step, batch),) = rehearsed
     assert step == 0
     assert [(view.shape, view.dtype) for view in batch.views] == [((16, 3, 16, 16), torch.uint8)] * 2
@@ -235,14 +235,14 @@ def test_a_run_with_growing_views_looks_for_memory_first(tiny, tmp_path, monkeyp
 @pytest.fixture
 def dropout(monkeypatch):
     """Encoders that draw random numbers in each step, as those with dropout or stochastic depth do."""
-    build = mechanisms.build_encoder
+    build = Parts.encoder
 
     def with_dropout(*arguments):
         encoder = build(*arguments)
         encoder.head = torch.nn.Sequential(torch.nn.Dropout(0.3), encoder.head)
         return encoder
 
-    monkeypatch.setattr(mechanisms, "build_encoder", with_dropout)
+    monkeypatch.setattr(Parts, "encoder", with_dropout)
 
 
 def test_a_network_that_draws_repeats_and_resumes_exactly(tiny, rows, tmp_path, monkeypatch, dropout):
@@ -263,8 +263,8 @@ def test_a_network_that_draws_repeats_and_resumes_exactly(tiny, rows, tmp_path, 
 
 
 def words_for(run, *words):
-    command = ["pretrain", "demo-co2", "--data", "shapes:40:16", "--out", str(run), "--views.size", "16"]
-    command += ["--batch-size", "16", "--device", "cpu", "--negatives.size", "50", "--monitoring.log-every", "1"]
+    command = ["pretrain", "demo-co2", "--data", "shapes:40:16", "--out", str(run), "--size", "16"]
+    command += ["--batch-size", "16", "--device", "cpu", "--method.queue", "50", "--monitoring.log-every", "1"]
     command += ["--monitoring.health-images", "16", "--monitoring.bank-images", "30", "--monitoring.query-images", "20"]
     command += ["--monitoring.checkpoint-seconds", "0"]
     return [*command, *words]
@@ -365,9 +365,9 @@ def test_resuming_nothing_or_something_else_is_refused(tiny, tmp_path):
         {"batch_size": 14},
         {"seed": 1},
         {"views": {"flip_probability": 0.1}},
-        {"encoder": {"dimension": 9}},
-        {"negatives": {"momentum": 0.5}},
-        {"objective": {"tau_instance": 0.3}},
+        {"method": {"dimension": 9}},
+        {"method": {"momentum": 0.5}},
+        {"method": {"tau": 0.3}},
         {"optimisation": {"learning_rate": 0.5}},
         {"execution": {"precision": "bfloat16"}},
     ],
@@ -382,15 +382,15 @@ def test_a_run_is_not_resumed_with_another_setting_of_any_kind(tiny, tmp_path, c
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_the_fused_kernel_without_a_gpu_is_refused_before_anything_is_written(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("co2.objective.fused.INTERPRETED", False)
-    with pytest.raises(co2.UserError, match=r"--objective\.backend fused cannot run here: .* reference"):
-        pretrain(tiny(objective={"backend": "fused"}), out=tmp_path / "run")
+    with pytest.raises(co2.UserError, match=r"--method\.backend fused cannot run here: .* reference"):
+        pretrain(tiny(method={"backend": "fused"}), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_resuming_with_other_settings_says_what_differs(tiny, tmp_path):
     pretrain(tiny(epochs=1), out=tmp_path / "run")
-    with pytest.raises(co2.UserError, match=r"objective\.alpha: 0\.3 in the run folder, 2\.0 asked for"):
-        pretrain(tiny(epochs=1, objective={"alpha": 2.0}, resume=True), out=tmp_path / "run")
+    with pytest.raises(co2.UserError, match=r"method\.alpha: 0\.3 in the run folder, 2\.0 asked for"):
+        pretrain(tiny(epochs=1, method={"alpha": 2.0}, resume=True), out=tmp_path / "run")
     with pytest.raises(co2.UserError, match="trained on 40 images"):
         pretrain(tiny(epochs=1, data="shapes:41:16", resume=True), out=tmp_path / "run")
 
@@ -503,13 +503,13 @@ def test_a_batch_larger_than_the_data_set_is_refused(tiny, tmp_path):
 @pytest.mark.parametrize("recipe", ["demo-moco", "simclr-small", "insdisc-small"])
 @pytest.mark.parametrize("groups", [2, 4, 8])
 def test_a_batch_that_is_advised_is_not_refused_in_its_turn(tiny, recipe, groups):
-    experiment = tiny(recipe, batch_size=64, encoder={"groups": groups})
+    experiment = tiny(recipe, batch_size=64, network={"groups": groups})
     for images in range(4 if recipe == "demo-moco" else 2, 64):
         with pytest.raises(co2.UserError, match=r"Use --batch-size \d+.*, or more images") as refusal:
             check_sizes(experiment, [images])
-        advised = re.search(r"--batch-size (\d+)(?: with --encoder.groups (\d+))?", str(refusal.value))
+        advised = re.search(r"--batch-size (\d+)(?: with --network.groups (\d+))?", str(refusal.value))
         size, fewer = advised.groups()
-        check_sizes(experiment.edit(encoder={"groups": int(fewer or groups)}, batch_size=int(size)), [images])
+        check_sizes(experiment.edit(network={"groups": int(fewer or groups)}, batch_size=int(size)), [images])
     with pytest.raises(co2.UserError, match=r"needs [24] images at least"):
         check_sizes(experiment, [1])
 
@@ -602,26 +602,26 @@ def test_memory_advice_is_about_the_current_gpu(tiny, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["demo-co2", "co2-simclr-small", "co2-insdisc-small"])
 def test_memory_advice_names_the_queue_where_there_is_one(tiny, tmp_path, recipe):
-    (tmp_path / "config.json").write_text(tiny(recipe, negatives={"size": 30}).to_json())
+    (tmp_path / "config.json").write_text(tiny(recipe, negatives=30).to_json())
     advice = memory_advice(tmp_path)
-    assert ("--negatives.size 15" in advice) == (recipe == "demo-co2")
+    assert ("--method.queue 15" in advice) == (recipe == "demo-co2")
     assert "--batch-size 8" in advice
 
 
 def test_a_queue_larger_than_the_data_set_is_a_warning(tiny, tmp_path, capsys):
-    pretrain(tiny(negatives={"size": 100}, epochs=1), out=tmp_path / "run")
+    pretrain(tiny(method={"queue": 100}, epochs=1), out=tmp_path / "run")
     assert "older keys of itself" in capsys.readouterr().out
 
 
 def test_advice_is_told_and_recorded(tiny, rows, tmp_path, capsys):
-    run = pretrain(tiny(objective={"alpha": 0.0}, negatives={"size": 200}, epochs=4), out=tmp_path / "run")
+    run = pretrain(tiny(method={"alpha": 0.0, "queue": 200}, epochs=4), out=tmp_path / "run")
     advice = [row["text"] for row in rows(run, "advice")]
     assert any("real keys replace them" in text for text in advice)
     assert "real keys replace them" in capsys.readouterr().out
 
 
 def test_a_run_that_is_continued_does_not_repeat_its_advice(tiny, rows, tmp_path, monkeypatch):
-    experiment = tiny(objective={"alpha": 0.0}, negatives={"size": 200}, epochs=4)
+    experiment = tiny(method={"alpha": 0.0, "queue": 200}, epochs=4)
     StopAfter(monkeypatch, 6)
     with pytest.raises(co2.engine.pretrain.Stopped):
         pretrain(experiment, out=tmp_path / "run")

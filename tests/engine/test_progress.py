@@ -4,13 +4,14 @@ import pytest
 from rich.console import Console
 
 from co2.engine.progress import Bar, Lines
+from co2.methods.contrastive import Contrastive
 
 NUMBERS = {"instance": 5.0, "consistency": 0.5, "top1": 0.25, "images_per_second": 1234.0, "waiting": 0.1}
 
 
 @pytest.fixture
 def bar():
-    made = Bar(epochs=4)
+    made = Bar(epochs=4, metrics=Contrastive.metrics)
     yield made
     made.close()
 
@@ -45,7 +46,7 @@ def test_what_comes_before_the_first_step_is_counted_too(bar):
 
 
 def test_the_line_of_an_epoch_is_about_all_of_its_steps(capsys):
-    lines = Lines(epochs=2)
+    lines = Lines(epochs=2, metrics=Contrastive.metrics)
     lines.begin(20, 4, float)  # a run that is continued in the middle of an epoch
     lines.interval(8, NUMBERS | {"instance": 6.0})
     lines.interval(10, NUMBERS | {"instance": 3.0})

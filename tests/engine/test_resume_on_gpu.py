@@ -16,9 +16,9 @@ import torch
 from runs_in_processes import at_step
 
 from co2.checkpoint import checkpoints, read_checkpoint
-from co2.config import Experiment
-from co2.engine.mechanisms import build_mechanism
 from co2.engine.pretrain import Stopped, pretrain
+from co2.engine.trainer import build_networks
+from co2.experiment import Experiment
 
 IMAGES = 600
 STEPS = 40  # 4 epochs of 10
@@ -69,8 +69,8 @@ def disturb_and_compare(experiment, folder):
 
     states = {name: read_checkpoint(checkpoints(run)[-1]) for name, run in runs.items()}
     assert {state["step"] for state in states.values()} == {STEPS}
-    ends = {name: encoder(state["mechanism"]) for name, state in states.items()}
-    beginning = encoder(build_mechanism(experiment, IMAGES).state_dict())
+    ends = {name: encoder(state["nets"]) for name, state in states.items()}
+    beginning = encoder(build_networks(experiment, IMAGES).state_dict())
     pairs = [("first", "second"), ("continued", "first"), ("continued", "second")]
     measured = {
         f"{one} and {other}": {
@@ -96,8 +96,8 @@ def small(tiny):
         batch_size=64,
         workers=2,
         resume="auto",
-        views={"size": 32},
-        negatives={"size": 256},
+        size=32,
+        method={"queue": 256},
         # Slow enough that training does not blow a difference in the last bit up to one that can be seen.
         optimisation={"learning_rate": 0.01},
         monitoring={"evaluate_every": 4},

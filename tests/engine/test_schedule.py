@@ -2,13 +2,14 @@ import math
 
 import pytest
 
-from co2.engine.schedule import consistency_weight, learning_rate
-from co2.engine.specification import OptimisationSpecification
-from co2.objective.specification import ObjectiveSpecification
+from co2.engine.schedule import learning_rate
+from co2.experiment import Optimisation
+from co2.methods.moco import MoCo
+from co2.methods.parts import constant
 
 
 def rates(steps=100, **settings):
-    specification = OptimisationSpecification(**settings)
+    specification = Optimisation(**settings)
     return [learning_rate(specification, 2.0, step, steps) for step in range(steps)]
 
 
@@ -42,14 +43,22 @@ def test_a_warm_up_of_part_of_a_step_is_a_whole_one(steps, rising):
 
 def test_a_resumed_run_has_the_rate_of_its_step_and_no_history():
     # A pure function: asked for in any order, it gives the same.
-    specification = OptimisationSpecification(schedule="step", milestones=(0.5,))
+    specification = Optimisation(schedule="step", milestones=(0.5,))
     late = learning_rate(specification, 1.0, 80, 100)
     learning_rate(specification, 1.0, 3, 100)
     assert learning_rate(specification, 1.0, 80, 100) == late == pytest.approx(0.1)
 
 
+def test_a_constant_rate_stays_and_a_network_may_have_a_rate_of_its_own():
+    assert rates(schedule="constant", warm_up=0.1)[10:] == [2.0] * 90
+    settings = Optimisation(schedule="cosine")
+    own = [learning_rate(settings, 2.0, step, 100, constant(0.5)) for step in range(100)]
+    assert own == [1.0] * 100
+
+
 def test_the_weight_of_the_consistency_term_rises_to_alpha_over_its_share_of_the_run_and_stays():
-    weights = [consistency_weight(ObjectiveSpecification(alpha=3.0, ramp_up=0.4), step, 100) for step in range(100)]
+    schedule = MoCo(alpha=3.0, ramp_up=0.4).schedules()["alpha"]
+    weights = [schedule(step / 100) for step in range(100)]
     assert weights[:40] == pytest.approx([3 * math.exp(-5 * (1 - step / 40) ** 2) for step in range(40)])
     assert weights[40:] == [3.0] * 60
-    assert consistency_weight(ObjectiveSpecification(alpha=3.0), 0, 100) == 3.0  # the paper's: from the first step on
+    assert MoCo(alpha=3.0).schedules()["alpha"](0.0) == 3.0  # the paper's: from the first step on

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from co2.checkpoint import CheckpointWriter, checkpoints, read_checkpoint
-from co2.engine import mechanisms
 from co2.engine.distributed import Processes
-from co2.engine.specification import ExecutionSpecification
-from co2.engine.trainer import MEASURED, Trainer, check_execution, precision_on
+from co2.engine.trainer import Trainer, check_execution, measured, precision_on
 from co2.errors import UserError
+from co2.experiment import Execution
 from co2.machine.process import Launch
+from co2.networks.parts import Parts
 from co2.views.loader import Batch
 
 CPU = torch.device("cpu")
@@ -23,20 +23,20 @@ def change_by_a_step(experiment, views):
     """How one step of plain gradient descent changes the encoder, and what the step reported."""
     plain = {"optimiser": "sgd", "momentum": 0.0, "weight_decay": 0.0, "learning_rate": 0.1}
     trainer = Trainer(experiment.edit(optimisation=plain), 40, 10, CPU)
-    before = {name: weight.detach().clone() for name, weight in trainer.mechanism.encoder.named_parameters()}
-    measured = trainer.train_step(Batch(torch.arange(B), views, [], B))
-    after = dict(trainer.mechanism.encoder.named_parameters())
+    before = {name: weight.detach().clone() for name, weight in trainer.nets["encoder"].named_parameters()}
+    found = trainer.train_step(Batch(torch.arange(B), views[: len(experiment.views())], [], B))
+    after = dict(trainer.nets["encoder"].named_parameters())
     change = {name: after[name].detach() - before[name] for name in before}
-    return change, dict(zip(MEASURED, measured.tolist(), strict=True))
+    return change, dict(zip(measured(experiment.method), found.tolist(), strict=True))
 
 
 def test_a_symmetric_step_adds_up_both_directions(tiny):
     """As in the MoCo authors' notebook, which is twice the mean: their learning rate is for the sum."""
     views = torch.randint(0, 256, (2, B, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    one_way = tiny(encoder={"groups": 1, "shuffle_keys": False})
+    one_way = tiny(network={"groups": 1}, method={"shuffle": False})
     there, reported_there = change_by_a_step(one_way, views)
     back, reported_back = change_by_a_step(one_way, views.flip(0))
-    both, reported = change_by_a_step(one_way.edit(negatives={"symmetric": True}), views)
+    both, reported = change_by_a_step(one_way.edit(method={"symmetric": True}), views)
     for name in both:
         torch.testing.assert_close(both[name], there[name] + back[name], rtol=1e-3, atol=1e-6)
     assert abs(reported["loss"] - reported_there["loss"] - reported_back["loss"]) < 1e-4
@@ -53,7 +53,7 @@ def test_what_the_objective_is_told_has_an_effect_on_a_step(tiny, recipe, object
     views = torch.randint(0, 256, (2, B, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     strong = {"alpha": 1.0} if "co2" in recipe else {}
     (plain, _), (told, _) = (
-        change_by_a_step(tiny(recipe, objective={**strong, **more}), views) for more in ({}, objective)
+        change_by_a_step(tiny(recipe, method={**strong, **more}), views) for more in ({}, objective)
     )
     assert any(not torch.allclose(plain[name], told[name], rtol=1e-3, atol=1e-8) for name in plain)
 
@@ -63,20 +63,20 @@ def test_in_bfloat16_encoders_compute_in_it_and_everything_else_does_not(tiny, r
     """And it is the same step but for rounding: the weights change nearly alike. (In one group of batch statistics:
     among three images of noise variances are so small that rounding makes a large difference.)"""
     views = torch.randint(0, 256, (2, B, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    together = {"groups": 1, "shuffle_keys": False}
+    together = {"network": {"groups": 1}, "method": {"shuffle": False} if recipe == "demo-co2" else {}}
     changes = {}
     for precision in ("float32", "bfloat16"):
-        experiment = tiny(recipe, negatives={"size": 30}, encoder=together, execution={"precision": precision})
+        experiment = tiny(recipe, negatives=30, execution={"precision": precision}, **together)
         change, reported = change_by_a_step(experiment, views)
         changes[precision] = torch.cat([one.flatten() for one in change.values()]), reported["loss"]
 
         trainer = Trainer(experiment, 40, 10, CPU)
         computed_in = set()
-        first_layer = trainer.mechanism.encoder.backbone.conv1
+        first_layer = trainer.nets["encoder"].backbone.conv1
         first_layer.register_forward_hook(lambda *call, seen=computed_in: seen.add(call[-1].dtype))
-        trainer.train_step(Batch(torch.arange(B), views, [], B))
+        trainer.train_step(Batch(torch.arange(B), views[: len(experiment.views())], [], B))
         assert computed_in == {getattr(torch, precision)}
-        kept = trainer.mechanism.state_dict().values()
+        kept = trainer.nets.state_dict().values()
         assert {tensor.dtype for tensor in kept if tensor.is_floating_point()} == {torch.float32}
     (exact, exact_loss), (rounded, rounded_loss) = changes.values()
     assert torch.cosine_similarity(exact, rounded, dim=0) > 0.95
@@ -88,20 +88,20 @@ def test_in_which_precision_a_device_computes():
     gpu = torch.device("cuda")
     assert precision_on(CPU, "auto") == precision_on(CPU, "float32") == torch.float32
     assert precision_on(CPU, "bfloat16") == precision_on(gpu, "auto") == precision_on(gpu, "bfloat16") == torch.bfloat16
-    check_execution(ExecutionSpecification(precision="bfloat16"), gpu)
+    check_execution(Execution(precision="bfloat16"), gpu)
     with pytest.raises(UserError, match="On a GPU encoders compute in bfloat16"):
-        check_execution(ExecutionSpecification(precision="float32"), gpu)
+        check_execution(Execution(precision="float32"), gpu)
 
 
 @pytest.mark.parametrize("ramp_up", [0.0, 0.5])
 def test_the_consistency_term_weighs_what_its_schedule_says_in_every_step(tiny, ramp_up):
     objective = {"alpha": 2.0, "ramp_up": ramp_up}
-    trainer = Trainer(tiny(objective=objective), 40, 6, CPU)
+    trainer = Trainer(tiny(method=objective), 40, 6, CPU)
     views = torch.randint(0, 256, (2, B, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for step in range(6):
         risen = step / 6 / ramp_up if step < 6 * ramp_up else 1.0
-        measured = trainer.train_step(Batch(torch.arange(B), views, [], B))
-        loss, instance, consistency = measured[:3].tolist()
+        found = trainer.train_step(Batch(torch.arange(B), views, [], B))
+        loss, instance, consistency = found[:3].tolist()
         assert consistency > 0
         assert loss - instance == pytest.approx(2.0 * math.exp(-5 * (1 - risen) ** 2) * consistency, rel=1e-4, abs=1e-5)
 
@@ -111,7 +111,7 @@ def assert_same_state(ours, theirs):
     (ours, our_optimiser), (theirs, their_optimiser) = ((state, state["optimiser"]) for state in (ours, theirs))
     assert all(ours[name] == theirs[name] for name in ("experiment", "images", "step"))
     assert our_optimiser["param_groups"] == their_optimiser["param_groups"]
-    for one, other in ((ours["mechanism"], theirs["mechanism"]), (our_optimiser["state"], their_optimiser["state"])):
+    for one, other in ((ours["nets"], theirs["nets"]), (our_optimiser["state"], their_optimiser["state"])):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
@@ -119,13 +119,16 @@ def assert_same_state(ours, theirs):
 @pytest.mark.parametrize("taken", [0, 2])
 def test_a_rehearsed_step_leaves_no_trace(tiny, recipe, taken):
     """Neither in what is saved nor in what comes after: at the start of a run, and of one that goes on."""
-    experiment = tiny(recipe, negatives={"size": 30})
+    experiment = tiny(recipe, negatives=30)
+    count = len(experiment.views())
     generator = torch.Generator().manual_seed(0)
     batches = [
-        Batch(torch.arange(B), torch.randint(0, 256, (2, B, 3, 16, 16), dtype=torch.uint8, generator=generator), [], B)
+        Batch(
+            torch.arange(B), torch.randint(0, 256, (count, B, 3, 16, 16), dtype=torch.uint8, generator=generator), [], B
+        )
         for _ in range(4)
     ]
-    larger = Batch(torch.arange(B), torch.zeros(2, B, 3, 24, 24, dtype=torch.uint8), [], B)
+    larger = Batch(torch.arange(B), torch.zeros(count, B, 3, 24, 24, dtype=torch.uint8), [], B)
     ours, theirs = (Trainer(experiment, 40, 10, CPU) for _ in range(2))
     for step, batch in enumerate(batches):
         if step == taken:
@@ -140,7 +143,7 @@ def test_a_rehearsed_step_leaves_no_trace(tiny, recipe, taken):
 @pytest.mark.parametrize("name", ["encoder.head.weight", "key_encoder.encoder.backbone.bn1.running_var", "queue.rows"])
 def test_anything_that_is_no_number_is_noticed(tiny, name, bad):
     trainer = Trainer(tiny(), 40, 10, CPU)
-    tensor = trainer.mechanism.state_dict()[name]
+    tensor = trainer.nets.state_dict()[name]
     tensor.view(-1)[-1] = torch.finfo(tensor.dtype).max
     assert trainer.is_finite()
     tensor.view(-1)[-1] = bad
@@ -148,14 +151,14 @@ def test_anything_that_is_no_number_is_noticed(tiny, name, bad):
 
 
 def test_a_network_that_asks_for_its_version_is_taken_up_again(tiny, tmp_path):
-    experiment = tiny(encoder={"backbone": "torchvision/mnasnet0_5", "stem": "standard"}, views={"size": 32})
+    experiment = tiny(network={"backbone": "torchvision/mnasnet0_5", "stem": "standard"}, size=32)
     trainer, again = (Trainer(experiment.edit(seed=seed), 40, 10, CPU) for seed in (0, 1))
     writer = CheckpointWriter(tmp_path)
     writer.write(trainer.state(), 0)
     writer.close()
     again.restore(read_checkpoint(checkpoints(tmp_path)[-1]))
-    for name, tensor in trainer.mechanism.state_dict().items():
-        assert torch.equal(tensor, again.mechanism.state_dict()[name]), name
+    for name, tensor in trainer.nets.state_dict().items():
+        assert torch.equal(tensor, again.nets.state_dict()[name]), name
 
 
 def drawn(trainer, step):
@@ -185,7 +188,7 @@ def test_where_no_layer_draws_the_generators_are_left_alone_after_the_first_step
 
 def test_a_network_that_draws_is_not_captured_and_says_so(tiny, monkeypatch):
     """With a stand-in for the CUDA graph."""
-    build, told = mechanisms.build_encoder, []
+    build, told = Parts.encoder, []
 
     def with_dropout(*arguments):
         encoder = build(*arguments)
@@ -202,5 +205,5 @@ def test_a_network_that_draws_is_not_captured_and_says_so(tiny, monkeypatch):
         assert trainer.kind == ("eager" if expected else "captured")
         assert (trainer._captured is None) == bool(expected)
         assert len(told) == expected
-        monkeypatch.setattr(mechanisms, "build_encoder", with_dropout)
+        monkeypatch.setattr(Parts, "encoder", with_dropout)
     assert "not captured" in told[0]

@@ -19,7 +19,7 @@ def pretrained_run(tmp_path_factory):
         workers=0,
         device="cpu",
         optimisation={"learning_rate": 0.3},
-        negatives={"size": 256},
+        method={"queue": 256},
         monitoring={"evaluate_every": 1000, "health_images": 16, "bank_images": 30, "query_images": 20},
     )
     return pretrain(experiment, out=tmp_path_factory.mktemp("pretrained") / "run")

@@ -86,12 +86,12 @@ def test_over_the_checkpoints_of_a_run(pretrained_run, tmp_path, shapes):
     for old in checkpoints(run):
         old.unlink()
     for step, blend in enumerate((1.0, 0.5, 0.0)):  # from random weights to the trained ones
-        mixed = dict(state["mechanism"])
+        mixed = dict(state["nets"])
         random = open_subject(str(run)).random(seed=1)
         for key, value in random.weights.items():
-            trained = state["mechanism"][f"encoder.backbone.{key}"]
+            trained = state["nets"][f"encoder.backbone.{key}"]
             mixed[f"encoder.backbone.{key}"] = torch.lerp(trained, value, blend) if value.is_floating_point() else value
-        torch.save(state | {"mechanism": mixed, "step": step}, run / "checkpoints" / f"step-{step:09d}.pt")
+        torch.save(state | {"nets": mixed, "step": step}, run / "checkpoints" / f"step-{step:09d}.pt")
     results = evaluate_checkpoints(run, SMALL, on(shapes), "quick")
     assert [one.subject.split("step-")[1] for one in results] == [f"{step:09d}.pt" for step in range(3)]
     for one, path in zip(results, checkpoints(run), strict=True):

@@ -7,13 +7,14 @@ import pytest
 import timm
 import torch
 import torchvision
+from fresh import encoder_of
 from safetensors.torch import save_file
 
 import co2
 from co2.checkpoint import checkpoints, read_checkpoint
 from co2.evaluation.subject import open_subject
 from co2.networks.backbones import build_backbone
-from co2.networks.encoder import build_encoder
+from co2.networks.encoder import Embedder
 from co2.views.view import View
 
 
@@ -95,8 +96,8 @@ def test_embeddings_of_a_run_are_those_of_its_newest_checkpoint(pretrained_run):
     subject = open_subject(str(pretrained_run), embeddings=True)
     state = read_checkpoint(checkpoints(pretrained_run)[-1])
     experiment = co2.Experiment.from_json(state["experiment"])
-    encoder = build_encoder(experiment.encoder, experiment.views.size)
-    weights = {key: value for key, value in state["mechanism"].items() if key.startswith("encoder.")}
+    encoder = Embedder(*encoder_of(experiment).children())
+    weights = {key: value for key, value in state["nets"].items() if key.startswith("encoder.")}
     encoder.load_state_dict({key.removeprefix("encoder."): value for key, value in weights.items()})
     images = torch.rand(3, 3, 32, 32)
     with torch.no_grad():
@@ -189,11 +190,11 @@ def test_checkpoints_of_something_else_are_told_plainly(tmp_path):
         {"state_dict": None},
         {"state_dict": {1: torch.ones(1), "module.encoder_q.conv1.weight": torch.ones(1)}},
         {"state_dict": {"module.encoder_q.conv1.weight": 5}},
-        {"experiment": "{}", "mechanism": {}},
-        {"experiment": "{}", "mechanism": [], "step": 1},
-        {"experiment": "{}", "mechanism": {"encoder.backbone.conv1.weight": "x"}, "step": 1},
-        {"experiment": 5, "mechanism": {}, "step": 1},
-        {"experiment": "{}", "mechanism": {}, "step": "one"},
+        {"experiment": "{}", "nets": {}},
+        {"experiment": "{}", "nets": [], "step": 1},
+        {"experiment": "{}", "nets": {"encoder.backbone.conv1.weight": "x"}, "step": 1},
+        {"experiment": 5, "nets": {}, "step": 1},
+        {"experiment": "{}", "nets": {}, "step": "one"},
     ],
     ids=str,
 )

@@ -18,9 +18,9 @@ from co2.networks.batch_statistics import (
     GroupedStatistics,
     group_batch_statistics,
     group_count,
-    keep_views_together,
     nearly_equal,
     synchronise_batch_statistics,
+    views_together,
 )
 
 
@@ -234,9 +234,13 @@ def test_no_group_begins_between_two_views_of_an_image() -> None:
     together, truth = perceptron(), perceptron()
     truth.load_state_dict(together.state_dict())
     group_batch_statistics(together, 2)
-    keep_views_together(together, 2)
     batch = torch.randn(10, 6)
-    torch.testing.assert_close(together(batch), torch.cat([truth(batch[:6]), truth(batch[6:])]))
+    with views_together(together, 2):
+        seen = together(batch)
+    torch.testing.assert_close(seen, torch.cat([truth(batch[:6]), truth(batch[6:])]))
+    of_five = perceptron()
+    of_five.load_state_dict(truth.state_dict())
+    torch.testing.assert_close(together(batch), torch.cat([of_five(batch[:5]), of_five(batch[5:])]))  # outside again
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -55,7 +55,7 @@ def saved(content: object, zipped: bool = True) -> bytes:
 def of_a_run(weights: object, **changes: object) -> dict[str, Any]:
     """The part of a run's checkpoint that an evaluation looks at."""
     mechanism = {f"encoder.backbone.{key}": value for key, value in weights.items()} if weights else {}
-    experiment = recipes.demo_moco().edit(encoder={"stem": "small"}, views={"size": 32})
+    experiment = recipes.demo_moco().edit(network={"stem": "small"}, size=32)
     return {"experiment": experiment.to_json(), "step": 3, "mechanism": mechanism | changes}
 
 
@@ -263,7 +263,7 @@ def test_weights_of_another_kind_are_refused_by_name(
     path: Path, narrow: dict[str, torch.Tensor], kind: str, zipped: bool
 ) -> None:
     content = of_a_run(narrow)
-    content["mechanism"]["encoder.backbone.conv1.weight"] = ODD[kind](narrow["conv1.weight"])
+    content["nets"]["encoder.backbone.conv1.weight"] = ODD[kind](narrow["conv1.weight"])
     path.write_bytes(saved(content, zipped))
     with pytest.raises(co2.UserError, match=r"conv1\.weight|the tensors is spread out|it holds quantised numbers"):
         open_subject(str(path))

@@ -30,7 +30,7 @@ def write_run(
 ) -> Path:
     """A run folder whose curves look like those of a short MoCo run (alpha 0) or CO2 run."""
     base = recipes.demo_moco() if alpha == 0 else recipes.demo_co2()
-    experiment = base.edit(epochs=epochs, seed=seed, objective={"alpha": alpha, "ramp_up": 0.0}, out=str(folder))
+    experiment = base.edit(epochs=epochs, seed=seed, method={"alpha": alpha, "ramp_up": 0.0}, out=str(folder))
     noise = np.random.default_rng(seed + int(alpha * 100))
     rows: list[dict[str, Any]] = []
 

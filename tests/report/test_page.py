@@ -124,10 +124,10 @@ def test_differing_settings_are_marked_and_come_first(demo_page: Page) -> None:
     text = page_html(demo_page)
     assert text.count('<tr class="differs">') == 1
     settings = Reader(text[text.index("<details>") : text.index("</details>") + len("</details>")]).rows
-    assert settings[:2] == [["setting", "MoCo", "MoCo + CO2"], ["objective.alpha differs", "0", "1"]]
+    assert settings[:2] == [["setting", "MoCo", "MoCo + CO2"], ["method.alpha differs", "0", "1"]]
     batch_size = str(demo_page.runs[0].experiment.batch_size)
     assert ["batch_size", batch_size, batch_size] in settings
-    assert ["encoder.shuffle_keys", "yes", "yes"] in settings
+    assert ["method.shuffle", "yes", "yes"] in settings
 
 
 def test_everything_from_outside_is_escaped(demo_page: Page, make_run) -> None:

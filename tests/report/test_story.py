@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from co2.config import Experiment
+from co2.experiment import Experiment
 from co2.report.runs import RunRecord, read_run
 from co2.report.story import (
     Untrained,
@@ -110,15 +110,15 @@ def test_only_a_run_without_and_one_with_the_term_are_a_pair(pair, make_run) -> 
 def test_how_the_weight_of_the_term_rises_is_part_of_the_term(pair, make_run) -> None:
     folder = make_run("rising", alpha=1.0)
     config = folder / "config.json"
-    config.write_text(Experiment.from_json(config.read_text()).edit(objective={"ramp_up": 0.5}).to_json())
+    config.write_text(Experiment.from_json(config.read_text()).edit(method={"ramp_up": 0.5}).to_json())
     rising = [pair[1], read_run(folder)]  # MoCo, and CO2
     assert pair_of(rising) is not None
-    assert "objective.ramp_up" in differing_settings(rising)
+    assert "method.ramp_up" in differing_settings(rising)
     assert not any("also differ" in sentence for sentence in caveats(rising, None))
 
 
 def test_caveats_name_what_else_differs(pair, make_run) -> None:
-    assert differing_settings(pair) == ["objective.alpha"]
+    assert differing_settings(pair) == ["method.alpha"]
     told = caveats(pair, None)
     assert len(told) == 1
     assert told[0].startswith("This is one run of each kind (seed 0).")
@@ -138,9 +138,9 @@ def test_caveats_name_runs_that_are_unfinished_or_learned_nothing(make_run) -> N
 def test_levels_at_different_temperatures_are_not_compared(pair) -> None:
     assert warning(pair, "consistency") == ""
     assert any("consistency loss" in sentence for sentence in findings(pair))
-    other = dataclasses.replace(pair[1], experiment=pair[1].experiment.edit(objective={"tau_consistency": 0.07}))
+    other = dataclasses.replace(pair[1], experiment=pair[1].experiment.edit(method={"tau_consistency": 0.07}))
     runs = [pair[0], other]
-    assert "differ in objective.tau_consistency" in warning(runs, "consistency")
+    assert "differ in method.tau_consistency" in warning(runs, "consistency")
     assert warning(runs, "top1") == ""
     told = findings(runs)
     assert not any("consistency loss" in sentence for sentence in told)
@@ -152,12 +152,12 @@ def test_levels_at_different_temperatures_are_not_compared(pair) -> None:
 def test_without_labels_a_headline_compares_no_levels_that_mean_different_things(make_run) -> None:
     runs = [read_run(make_run("moco", labels=False)), read_run(make_run("co2", alpha=1.0, labels=False))]
     assert headline(runs, None).startswith("The consistency loss is at")
-    fewer = runs[0].experiment.edit(negatives={"size": 30})
+    fewer = runs[0].experiment.edit(method={"queue": 30})
     assert headline([dataclasses.replace(runs[0], experiment=fewer), runs[1]], None) == "2 runs side by side."
 
 
 def test_how_often_queries_find_their_picture_is_compared_among_as_many_negatives_alone(pair) -> None:
-    fewer = dataclasses.replace(pair[1], experiment=pair[1].experiment.edit(negatives={"size": 30}))
+    fewer = dataclasses.replace(pair[1], experiment=pair[1].experiment.edit(method={"queue": 30}))
     assert not any("picked out their own picture" in sentence for sentence in findings([pair[0], fewer]))
 
 

@@ -11,10 +11,10 @@ from co2.study.plan import write_plan
 from co2.study.records import record_path, settings_to_record, write_record
 from co2.study.settings import plain_settings
 
-TINY = ["views.size=16", "batch_size=16", "encoder.dimension=16", "negatives.size=50", "monitoring.log_every=1"]
+TINY = ["size=16", "batch_size=16", "method.dimension=16", "method.queue=50", "monitoring.log_every=1"]
 TINY += ["monitoring.health_images=16", "monitoring.bank_images=30", "monitoring.query_images=20"]
 # What the demo's recipe has today is not what these tests are about.
-TINY += ["objective.alpha=0.3", "objective.tau_consistency=0.1", "objective.ramp_up=0"]
+TINY += ["method.alpha=0.3", "method.tau_consistency=0.1", "method.ramp_up=0"]
 QUICKER = ["linear.strengths=0.1", "linear.iterations=3", "linear.flips=false", "knn.query_images=50"]
 
 

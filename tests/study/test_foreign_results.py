@@ -94,7 +94,7 @@ def study(planned, fill, tmp_path, monkeypatch, request):
     """A folder with two studies, records, a failure and notes; and somebody's files beside it."""
     if "figures" not in request.node.name:  # drawing takes a second each time
         monkeypatch.setattr("co2.study.figures.draw", lambda *_: [])
-    folder, plan = planned("claim", "vary", seeds=(0, 1), vary=("encoder.groups=[2]",))
+    folder, plan = planned("claim", "vary", seeds=(0, 1), vary=("network.groups=[2]",))
     co2 = plan.grids["claim"].variants[1].name
     fill(folder, plan, "claim", {"moco": {0: 60.0, 1: 62.0}, co2: {0: 63.0}})
     (folder / "cells" / f"{co2}-s1.failed.json").write_text('{"cell": "x", "exit_code": 1, "error": "It broke."}')
@@ -273,7 +273,7 @@ def test_nothing_that_a_folder_says_is_active_on_its_page(study, capsys, evil):
         plan["studies"]["claim"]["command"] = f"co2 study claim\n```\n{evil}\n```"
         plan["base"]["recipe"] = f"`{evil}`"
         plan["base"]["data"] = f"x/{evil}"
-        plan["base"]["encoder"]["backbone"] = evil
+        plan["base"]["network"]["backbone"] = evil
 
     edited(study / "study.json", forge)
     for path in (study / "cells").glob("*-s?.json"):

@@ -10,8 +10,8 @@ import pytest
 
 from co2 import recipes
 from co2.cli import main
-from co2.config import flatten
 from co2.errors import UserError
+from co2.experiment import flatten
 from co2.study.cell import is_taken
 from co2.study.command import Request, make_plan
 from co2.study.grids import STUDIES, Wanted, cost_of, label_of, method_of, name_of
@@ -28,13 +28,13 @@ def objective(plan, study):
     found = {}
     for variant in plan.grids[study].variants:
         experiment = plan.cell(study, variant, 0).experiment
-        term = experiment.objective
-        found[variant.name] = (term.alpha, term.tau_consistency, term.label_smoothing, experiment.negatives.symmetric)
+        term = experiment.method
+        found[variant.name] = (term.alpha, term.tau_consistency, term.label_smoothing, experiment.method.symmetric)
     return found
 
 
 def test_claim():
-    base = recipes.co2_small().objective
+    base = recipes.co2_small().method
     assert objective(plan_of("claim"), "claim") == {
         "moco": (0.0, base.tau_consistency, 0.0, False),
         name_of(recipes.co2_small()): (base.alpha, base.tau_consistency, 0.0, False),
@@ -42,7 +42,7 @@ def test_claim():
         "moco-co2-a10-t0.04": (10.0, 0.04, 0.0, False),
         "moco-co2-a0.3-t0.05": (0.3, 0.05, 0.0, False),
         "moco-symmetric": (0.0, base.tau_consistency, 0.0, True),
-        name_of(recipes.co2_small().edit(negatives={"symmetric": True})): (base.alpha, base.tau_consistency, 0.0, True),
+        name_of(recipes.co2_small().edit(method={"symmetric": True})): (base.alpha, base.tau_consistency, 0.0, True),
     }
 
 
@@ -54,14 +54,14 @@ def test_every_variant_of_claim_differs_from_its_baseline_in_one_thing():
             ours = flatten(plan.cell("claim", variant, 0).experiment)
             theirs = flatten(plan.cell("claim", variants[variant.baseline], 0).experiment)
             differ = {name for name in ours if ours[name] != theirs[name]}
-            term = {"objective.alpha", "objective.tau_consistency", "objective.ramp_up"}
-            assert differ <= term or differ == {"objective.label_smoothing"}
+            term = {"method.alpha", "method.tau_consistency", "method.ramp_up"}
+            assert differ <= term or differ == {"method.label_smoothing"}
 
 
 def test_a_weight_that_rises_is_named_and_neither_moco_nor_the_papers_settings_have_one():
-    own = ("objective.alpha=10", "objective.tau_consistency=0.04", "objective.ramp_up=0.5")
+    own = ("method.alpha=10", "method.tau_consistency=0.04", "method.ramp_up=0.5")
     plan = plan_of("claim", set=own)
-    ramps = {v.label: plan.cell("claim", v, 0).experiment.objective.ramp_up for v in plan.grids["claim"].variants}
+    ramps = {v.label: plan.cell("claim", v, 0).experiment.method.ramp_up for v in plan.grids["claim"].variants}
     assert ramps == {
         "MoCo": 0.0,
         "MoCo + CO2 (α=10, τ=0.04, ramp 0.5)": 0.5,
@@ -71,14 +71,12 @@ def test_a_weight_that_rises_is_named_and_neither_moco_nor_the_papers_settings_h
         "MoCo, symmetric": 0.0,
         "MoCo, symmetric + CO2 (α=10, τ=0.04, ramp 0.5)": 0.5,
     }
-    varied = (
-        plan_of("vary", set=(*own[:2], "objective.ramp_up=0"), vary=("objective.ramp_up=[0.5]",)).grids["vary"].variants
-    )
+    varied = plan_of("vary", set=(*own[:2], "method.ramp_up=0"), vary=("method.ramp_up=[0.5]",)).grids["vary"].variants
     assert [variant.name for variant in varied] == ["moco-co2-a10-t0.04", "moco-co2-a10-t0.04-r0.5"]
 
 
 def test_alpha_and_tau_have_the_promised_points_and_one_baseline():
-    plan = plan_of("alpha", "tau", set=("objective.alpha=1", "objective.tau_consistency=0.04"))
+    plan = plan_of("alpha", "tau", set=("method.alpha=1", "method.tau_consistency=0.04"))
     by_alpha = objective(plan, "alpha")
     assert [values[0] for values in by_alpha.values()] == [0, 0.1, 0.3, 1, 3, 10, 30]
     assert {values[1] for values in by_alpha.values()} == {0.04}
@@ -91,13 +89,13 @@ def test_alpha_and_tau_have_the_promised_points_and_one_baseline():
 
 
 def test_the_bases_own_alpha_and_tau_are_always_among_the_points():
-    plan = plan_of("alpha", "tau", set=("objective.alpha=2", "objective.tau_consistency=0.06"), alphas=(0.0, 5.0))
+    plan = plan_of("alpha", "tau", set=("method.alpha=2", "method.tau_consistency=0.06"), alphas=(0.0, 5.0))
     assert [variant.place for variant in plan.grids["alpha"].variants] == [0, 2, 5]
     assert 0.06 in [variant.place for variant in plan.grids["tau"].variants]
 
 
 def test_both_together_are_each_alpha_with_each_tau():
-    own = ("objective.alpha=1", "objective.tau_consistency=0.04")
+    own = ("method.alpha=1", "method.tau_consistency=0.04")
     plan = plan_of("alpha-tau", "alpha", set=own, alphas=(0.0, 1.0, 3.0), taus=(0.04, 0.1))
     values = objective(plan, "alpha-tau")
     assert [value[:2] for value in values.values()] == [(0, 0.04), (1, 0.04), (3, 0.04), (1, 0.1), (3, 0.1)]
@@ -119,8 +117,8 @@ def test_mechanisms_are_the_recipes():
 
 
 def test_edits_reach_every_recipe_of_mechanisms():
-    plan = plan_of("mechanisms", set=("views.size=48",))
-    assert {cell.experiment.views.size for cell in plan.cells("mechanisms")} == {48}
+    plan = plan_of("mechanisms", set=("size=48",))
+    assert {cell.experiment.size for cell in plan.cells("mechanisms")} == {48}
 
 
 def test_studies_of_one_folder_share_their_cells():
@@ -136,32 +134,32 @@ def test_studies_of_one_folder_share_their_cells():
 
 
 def test_vary_takes_settings_one_at_a_time_and_skips_the_bases_value():
-    plan = plan_of("vary", vary=("encoder.groups=[2,4,8]", "views.crop_scale=[[0.08,1],[0.2,1]]"))
+    plan = plan_of("vary", vary=("network.groups=[2,4,8]", "method.view.crop_scale=[[0.08,1],[0.2,1]]"))
     base, *others = plan.grids["vary"].variants
     assert base.changes == {}
-    assert {next(iter(other.changes)) for other in others} == {"encoder.groups", "views.crop_scale"}
+    assert {next(iter(other.changes)) for other in others} == {"network.groups", "method.view.crop_scale"}
     assert [other.label for other in others] == [
-        "encoder.groups = 2",
-        "encoder.groups = 8",
-        "views.crop_scale = 0.2-1",
+        "network.groups = 2",
+        "network.groups = 8",
+        "method.view.crop_scale = 0.2-1",
     ]
-    assert plan.cell("vary", others[2], 0).experiment.views.crop_scale == (0.2, 1.0)
+    assert plan.cell("vary", others[2], 0).experiment.method.view.crop_scale == (0.2, 1.0)
     assert all("/" not in other.name and " " not in other.name for other in others)
 
 
 def test_vary_shares_its_cells_with_studies_of_the_same_setting():
-    varied = ("objective.alpha=[0,1]", "negatives.symmetric=[true]", "objective.tau_consistency=[0.3]")
+    varied = ("method.alpha=[0,1]", "method.symmetric=[true]", "method.tau_consistency=[0.3]")
     plan = plan_of("vary", "claim", "alpha", vary=varied, seeds=(0,))
     base, *others = (variant.name for variant in plan.grids["vary"].variants)
-    weaker = name_of(recipes.co2_small().edit(objective={"alpha": 1.0}))
+    weaker = name_of(recipes.co2_small().edit(method={"alpha": 1.0}))
     assert others[:3] == ["moco", weaker, base.replace("moco", "moco-symmetric")]
     for name in others[:3]:
         cells = {cell.experiment for study in plan.grids for cell in plan.cells(study) if cell.variant == name}
         assert len(cells) == 1
-    without = plan_of("vary", set=("objective.alpha=0",), vary=("objective.tau_consistency=[0.3]",))
+    without = plan_of("vary", set=("method.alpha=0",), vary=("method.tau_consistency=[0.3]",))
     assert [variant.name for variant in without.grids["vary"].variants] == [
         "moco",
-        "moco-objective.tau_consistency-0.3",
+        "moco-method.tau_consistency-0.3",
     ]
 
 
@@ -169,12 +167,12 @@ def test_names_and_costs():
     moco = recipes.moco_small()
     assert name_of(moco) == method_of(moco) == "moco"
     assert method_of(recipes.co2_simclr_small()) == "co2-simclr"
-    assert method_of(recipes.co2_small().edit(negatives={"symmetric": True})) == "co2-symmetric"
+    assert method_of(recipes.co2_small().edit(method={"symmetric": True})) == "co2-symmetric"
     assert method_of(recipes.moco_label_smoothing_small()) == "moco-smoothing"
-    assert cost_of(moco.edit(negatives={"symmetric": True})) == 2 * cost_of(moco)
+    assert cost_of(moco.edit(method={"symmetric": True})) == 2 * cost_of(moco)
     assert cost_of(moco.edit(epochs=50)) == cost_of(moco) / 4
-    assert cost_of(moco.edit(views={"size": 16})) == cost_of(moco) / 4
-    assert cost_of(moco.edit(views={"earlier_sizes": (16,)})) == cost_of(moco) * (1 / 4 + 1) / 2
+    assert cost_of(moco.edit(size=16)) == cost_of(moco) / 4
+    assert cost_of(moco.edit(earlier_sizes=(16,))) == cost_of(moco) * (1 / 4 + 1) / 2
 
 
 def test_measurements_during_a_run_are_few_unless_asked_for():
@@ -187,8 +185,8 @@ def test_measurements_during_a_run_are_few_unless_asked_for():
     ("changes", "message"),
     [
         ({"base": "moco-small"}, "no consistency term"),
-        ({"set": ("objective.alfa=1",)}, "Did you mean 'objective.alpha'"),
-        ({"set": ("objective.alpha",)}, "is not understood"),
+        ({"set": ("method.alfa=1",)}, "Did you mean 'method.alpha'"),
+        ({"set": ("method.alpha",)}, "is not understood"),
         ({"set": ("seed=1",)}, "Use --seeds"),
         ({"set": ("batch_size=large",)}, "batch_size cannot be large"),
         ({"seeds": (1, 1)}, "must be different"),
@@ -226,14 +224,14 @@ def test_more_mistakes():
     with pytest.raises(UserError, match="something to vary"):
         plan_of("vary")
     with pytest.raises(UserError, match="several values"):
-        plan_of("vary", vary=("encoder.groups=4",))
+        plan_of("vary", vary=("network.groups=4",))
     with pytest.raises(UserError, match="groups cannot be four"):
-        plan_of("vary", vary=("encoder.groups=[2,four]",))
+        plan_of("vary", vary=("network.groups=[2,four]",))
     with pytest.raises(UserError, match="is a list itself"):
-        plan_of("vary", vary=("views.crop_scale=[0.08,1]",))
-    own = recipes.co2_small().encoder.groups
-    with pytest.raises(UserError, match=r"every value of encoder.groups is the base's own\. Give others"):
-        plan_of("vary", vary=(f"encoder.groups=[{own}]",))
+        plan_of("vary", vary=("method.view.crop_scale=[0.08,1]",))
+    own = recipes.co2_small().network.groups
+    with pytest.raises(UserError, match=r"every value of network.groups is the base's own\. Give others"):
+        plan_of("vary", vary=(f"network.groups=[{own}]",))
     with pytest.raises(UserError, match="belong together"):
         plan_of("mechanisms", base="demo-co2")
 
@@ -267,8 +265,10 @@ def test_values_as_people_write_them():
         "j": [True, "x"],
         "k": [[0.08, 1], [0.2, 1]],
     }
-    edited = changed(recipes.co2_small(), {"views.crop_scale": [0.08, 1], "encoder.head": "mlp", "encoder.hidden": 64})
-    assert (edited.views.crop_scale, edited.encoder.hidden) == ((0.08, 1), 64)
+    edited = changed(
+        recipes.co2_small(), {"method.view.crop_scale": [0.08, 1], "method.head": "mlp", "method.hidden": 64}
+    )
+    assert (edited.method.view.crop_scale, edited.method.hidden) == ((0.08, 1), 64)
 
 
 def test_settings_of_evaluations_keep_their_kind():
@@ -311,7 +311,7 @@ def test_the_paper_fine_tunes_backbones_of_moco_v1_with_a_weight_decay_of_their_
 
 def test_a_plan_survives_its_file(tmp_path):
     asked = {"seeds": (3, 4), "epochs": 5, "validate": True, "validate_share": 0.2, "view_size": 64}
-    plan = plan_of("claim", "transfer", also=("linear-paper",), set=("views.crop_scale=0.1,1",), **asked)
+    plan = plan_of("claim", "transfer", also=("linear-paper",), set=("method.view.crop_scale=0.1,1",), **asked)
     write_plan(tmp_path, plan)
     read = read_plan(tmp_path)
     assert (read.base, read.validate, read.view_size) == (plan.base, 0.2, 64)
@@ -322,7 +322,7 @@ def test_a_plan_survives_its_file(tmp_path):
 
 
 def test_another_sitting_adds_to_a_grid_and_takes_nothing_away(tmp_path):
-    own = {"set": ("objective.alpha=1", "objective.tau_consistency=0.04")}
+    own = {"set": ("method.alpha=1", "method.tau_consistency=0.04")}
     first = plan_of("alpha", "claim", seeds=(0, 1), alphas=(0.1, 0.3), also=("linear-paper",), **own)
     second = plan_of("alpha", seeds=(2,), alphas=(0.2, 3.0), jobs=3, time_limit=5.0, only=("moco",), **own)
     merged = merge_plans(first, second, tmp_path, redo=False)
@@ -334,7 +334,7 @@ def test_another_sitting_adds_to_a_grid_and_takes_nothing_away(tmp_path):
     assert merged.grids["alpha"].protocols == judges
     assert merge_plans(second, first, tmp_path, redo=False).grids["alpha"].protocols == judges
     base = "--data shapes:40:16"
-    settings = "--set objective.alpha=1 --set objective.tau_consistency=0.04"
+    settings = "--set method.alpha=1 --set method.tau_consistency=0.04"
     assert merged.grids["alpha"].command.splitlines() == [  # without what changes no number
         f"co2 study alpha claim {base} --seeds 0 1 {settings} --alphas 0.1 0.3 --also linear-paper",
         f"co2 study alpha {base} --seeds 2 {settings} --alphas 0.2 3.0",
@@ -354,8 +354,8 @@ def test_a_folder_has_one_base(tmp_path):
 
 
 def test_another_base_does_not_change_what_variants_are_called_by(tmp_path):
-    first = plan_of("alpha", "claim", epochs=5, set=("objective.alpha=1", "objective.tau_consistency=0.04"))
-    other = plan_of("claim", epochs=6, set=("objective.alpha=2", "objective.tau_consistency=0.1"))
+    first = plan_of("alpha", "claim", epochs=5, set=("method.alpha=1", "method.tau_consistency=0.04"))
+    other = plan_of("claim", epochs=6, set=("method.alpha=2", "method.tau_consistency=0.1"))
     merged = merge_plans(first, other, tmp_path, redo=True)
     assert list(merged.grids) == ["alpha", "claim"]
     assert {cell.experiment.epochs for cell in merged.cells("alpha")} == {6}
@@ -455,7 +455,7 @@ def test_a_run_takes_some_time(capsys):
 
 
 def test_every_study_can_be_declared_on_the_default_base():
-    wanted = Wanted(recipes.co2_small(), vary={"encoder.groups": [2]})
+    wanted = Wanted(recipes.co2_small(), vary={"network.groups": [2]})
     for study in STUDIES.values():
         names = [variant.name for variant in study.variants(wanted)]
         assert len(names) == len(set(names)) > 1

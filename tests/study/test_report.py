@@ -138,15 +138,15 @@ def titles_of(text):
 def test_parts_of_a_page_are_called_by_what_tells_them_apart(planned, tmp_path):
     own = {"epochs": 3, "base": "demo-co2", "set": ()}
     folders = {
-        name: planned("vary", folder=tmp_path / name, vary=("encoder.groups=[2]",), **{**own, **changes})[0]
+        name: planned("vary", folder=tmp_path / name, vary=("network.groups=[2]",), **{**own, **changes})[0]
         for name, changes in {
             "two": {"epochs": 2},
             "co2": {},
-            "moco": {"set": ("objective.alpha=0",)},
+            "moco": {"set": ("method.alpha=0",)},
             "validated": {"validate": True},
-            "wider": {"validate": True, "set": ("views.size=20",)},
-            "faster": {"validate": True, "set": ("views.size=20", "optimisation.learning_rate=0.5")},
-            "again": {"validate": True, "set": ("views.size=20", "optimisation.learning_rate=0.5")},
+            "wider": {"validate": True, "set": ("size=20",)},
+            "faster": {"validate": True, "set": ("size=20", "optimisation.learning_rate=0.5")},
+            "again": {"validate": True, "set": ("size=20", "optimisation.learning_rate=0.5")},
         }.items()
     }
     text = write_page(list(folders.values()), tmp_path / "page.md").read_text()
@@ -172,9 +172,9 @@ def test_heads_and_instance_temperatures_tell_studies_apart(planned, tmp_path):
         planned("alpha", folder=tmp_path / str(number), epochs=3, base="demo-co2", set=changes)[0]
         for number, changes in enumerate(
             (
-                ("encoder.head=linear",),
-                ("encoder.head=mlp", "objective.tau_instance=0.1"),
-                ("encoder.head=mlp", "objective.tau_instance=0.2"),
+                ("method.head=linear",),
+                ("method.head=mlp", "method.tau=0.1"),
+                ("method.head=mlp", "method.tau=0.2"),
             )
         )
     ]
@@ -212,7 +212,7 @@ def test_a_warm_up_tells_studies_apart(planned, tmp_path):
 
 def test_views_that_grow_tell_studies_apart(planned, tmp_path):
     folders = [
-        planned("alpha", folder=tmp_path / name, epochs=3, set=("views.size=32", f"views.earlier_sizes={sizes}"))[0]
+        planned("alpha", folder=tmp_path / name, epochs=3, set=("size=32", f"earlier_sizes={sizes}"))[0]
         for name, sizes in (("all alike", "[]"), ("growing", "[16,24]"))
     ]
     text = write_page(folders, tmp_path / "page.md").read_text()
@@ -223,24 +223,25 @@ def test_views_that_grow_tell_studies_apart(planned, tmp_path):
 
 def test_a_page_says_what_a_command_takes_since_its_recipe_has_changed(planned, monkeypatch, tmp_path):
     page = tmp_path / "page.md"
-    own = {"base": "co2-small", "epochs": None, "set": ("views.size=16", "encoder.stem=small-stride-2")}
+    own = {"base": "co2-small", "epochs": None, "set": ("size=16", "network.stem=small-stride-2")}
     vary = {"vary": ("optimisation.weight_decay=[0.1,0.2]",)}
     folder, plan = planned("vary", "claim", **own, **vary)
     assert "has changed" not in write_page([folder], page).read_text()
     today = recipes.get("co2-small").edit(
         epochs=7,
-        views={"size": 64, "crop_scale": (0.5, 1.0)},
-        encoder={"stem": "standard"},
+        size=64,
+        method={"view": {"crop_scale": (0.5, 1.0)}},
+        network={"stem": "standard"},
         optimisation={"weight_decay": 0.3, "schedule": "step"},
         monitoring={"log_every": 3},
     )
     recipe = recipes.RECIPES["co2-small"]
-    monkeypatch.setitem(recipes.RECIPES, "co2-small", replace(recipe, build=lambda: today))
+    monkeypatch.setitem(recipes.RECIPES, "co2-small", replace(recipe, make=lambda: today))
     text = write_page([folder], page).read_text()
     said = re.search(r"The recipe has changed since: add `(.*)` to have the same settings today\.", text)
     words = shlex.split(said[1])
     assert words == [
-        *("--epochs", "200", "--set", "views.crop_scale=[0.08, 1.0]"),
+        *("--epochs", "200", "--set", "method.view.crop_scale=[0.08, 1.0]"),
         *("--set", "optimisation.weight_decay=0.0005", "--set", "optimisation.schedule=cosine"),
     ]
     more = (*own["set"], *(value for option, value in zip(words[::2], words[1::2], strict=True) if option == "--set"))
@@ -250,18 +251,18 @@ def test_a_page_says_what_a_command_takes_since_its_recipe_has_changed(planned, 
 
 
 def test_what_one_command_of_several_leaves_to_a_recipe_that_has_changed_is_said(planned, monkeypatch, tmp_path):
-    own, base = ("views.size=16", "encoder.stem=small-stride-2"), {"base": "co2-small", "epochs": None}
+    own, base = ("size=16", "network.stem=small-stride-2"), {"base": "co2-small", "epochs": None}
     folder, plan = planned("claim", set=own, **base)
-    weight = f"objective.alpha={recipes.get('co2-small').objective.alpha}"  # as the recipe has it, and now by name
+    weight = f"method.alpha={recipes.get('co2-small').method.alpha}"  # as the recipe has it, and now by name
     more = planned("alpha", folder=tmp_path / "more", set=(*own, weight), **base)[1]
     write_plan(folder, merge_plans(plan, more, folder, redo=False))
-    recipe, today = recipes.RECIPES["co2-small"], recipes.get("co2-small").edit(objective={"alpha": 0.7})
-    monkeypatch.setitem(recipes.RECIPES, "co2-small", replace(recipe, build=lambda: today))
+    recipe, today = recipes.RECIPES["co2-small"], recipes.get("co2-small").edit(method={"alpha": 0.7})
+    monkeypatch.setitem(recipes.RECIPES, "co2-small", replace(recipe, make=lambda: today))
     assert f"add `--set {weight}` to have" in write_page([folder], tmp_path / "page.md").read_text()
 
 
 def test_a_page_says_where_negatives_come_from(planned, tmp_path):
-    folder, _ = planned("vary", base="simclr-small", set=("views.size=16",), vary=("batch_size=[8]",))
+    folder, _ = planned("vary", base="simclr-small", set=("size=16",), vary=("batch_size=[8]",))
     text = write_page([folder], tmp_path / "page.md").read_text()
     assert ", negatives from the batch itself, one group of batch statistics, an MLP head" in text
 

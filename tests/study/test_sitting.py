@@ -15,10 +15,10 @@ from PIL import Image
 
 from co2.checkpoint import checkpoints
 from co2.cli import main
-from co2.config import Experiment
 from co2.data.open import open_data
 from co2.data.shapes import write_shapes
 from co2.errors import UserError
+from co2.experiment import Experiment
 from co2.study import cell as cells
 from co2.study import sitting
 from co2.study.cell import Job, work_on
@@ -97,7 +97,7 @@ def test_a_study_from_beginning_to_end_and_again(study, tmp_path, read_json, wor
         assert record["data"] == {"name": "shapes:40:16", "train": 40, "bank": 40, "test": 1000, "classes": 10} | {
             "validate": None
         }
-        assert Experiment.from_json(json.dumps(record["settings"])).objective.alpha == (0.3 if "co2" in name else 0.0)
+        assert Experiment.from_json(json.dumps(record["settings"])).method.alpha == (0.3 if "co2" in name else 0.0)
         assert str(tmp_path) not in json.dumps({**record, "made_with": ""})
         assert (folder / "runs" / name / "backbone.safetensors").is_file()
         assert not checkpoints(folder / "runs" / name)
@@ -121,7 +121,7 @@ def test_a_study_from_beginning_to_end_and_again(study, tmp_path, read_json, wor
     assert "2 of 7 cells are done" in shown
 
     # Other settings are refused by name, and nothing is changed.
-    for wrong in (["--set", "objective.tau_instance=0.3"], ["--epochs", "3"], ["--validate"]):
+    for wrong in (["--set", "method.tau=0.3"], ["--epochs", "3"], ["--validate"]):
         assert main(["study", "curves", "--seeds", "0", *words, *wrong]) == 2
         assert "--redo" in capsys.readouterr().err
     assert main(["study", "curves", "--seeds", "0", *words, "--evaluation", "knn.k=3"]) == 2
@@ -570,7 +570,7 @@ def test_a_validation_study_is_judged_on_training_images_that_it_does_not_train_
         epochs=1,
         set=(
             "batch_size=512",
-            "views.size=16",
+            "size=16",
             "monitoring.health_images=16",
             "monitoring.bank_images=30",
             "monitoring.query_images=20",
@@ -862,7 +862,7 @@ def test_a_killed_cell_counts_from_its_checkpoint(planned):
 
 
 def test_later_epochs_with_larger_views_count_for_more(planned):
-    folder, plan = planned("curves", set=("views.size=16", "views.earlier_sizes=[8]"), epochs=4)  # 8, 8, 16, 16 pixels
+    folder, plan = planned("curves", set=("size=16", "earlier_sizes=[8]"), epochs=4)  # 8, 8, 16, 16 pixels
     (cell, _) = plan.cells("curves")
     run = folder / "runs" / cell.name
     run.mkdir(parents=True)

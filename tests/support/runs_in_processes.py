@@ -19,23 +19,23 @@ import torch
 
 import co2
 from co2.checkpoint import checkpoints
-from co2.config import Experiment
 from co2.engine import monitor, trainer
 from co2.engine.pretrain import Stopped, pretrain
+from co2.experiment import Experiment
 
 
 @contextmanager
 def float64():
     """Networks and views of double precision."""
-    originals = trainer.build_mechanism, trainer.Trainer._numbers, monitor.normalise_for_convolutions
-    build, numbers, normalise = originals
-    trainer.build_mechanism = lambda *arguments: build(*arguments).double()
-    trainer.Trainer._numbers = lambda self, views: numbers(self, views).double()
+    originals = trainer.build_networks, trainer.Trainer._feed, monitor.normalise_for_convolutions
+    build, feed, normalise = originals
+    trainer.build_networks = lambda *arguments: build(*arguments).double()
+    trainer.Trainer._feed = lambda self, view, pictures: feed(self, view, pictures).double()
     monitor.normalise_for_convolutions = lambda *arguments: normalise(*arguments).double()
     try:
         yield
     finally:
-        trainer.build_mechanism, trainer.Trainer._numbers, monitor.normalise_for_convolutions = originals
+        trainer.build_networks, trainer.Trainer._feed, monitor.normalise_for_convolutions = originals
 
 
 @contextmanager
@@ -75,9 +75,7 @@ def execute(plan):
         data = run.get("data_of_rank", {}).get(rank)
         stop = at_step(run.get("stop_at"), lambda trainer: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(2)])
         kill = at_step(None if started_again else run.get("kill_at"), partial(die_after_a_checkpoint, Path(run["out"])))
-        spoil = at_step(
-            run.get("spoil_at"), lambda trainer: trainer.mechanism.encoder.head.weight.data.fill_(torch.nan)
-        )
+        spoil = at_step(run.get("spoil_at"), lambda trainer: trainer.nets["encoder"].head.weight.data.fill_(torch.nan))
         with stop, kill, spoil, suppress(Stopped):
             try:
                 pretrain(experiment, data=data, out=run["out"])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from co2 import recipes
-from co2.config import Experiment
 from co2.errors import UserError
+from co2.experiment import Experiment
 from co2.views.parameters import draw
 from co2.views.view import (
     View,
@@ -57,12 +57,13 @@ def test_small_images_are_not_blurred_and_cropped_further():
 )
 def test_a_run_is_divided_among_the_sizes_of_views_and_ends_with_the_last(earlier, epochs, sizes):
     views = moco_v2_views(32)
-    growing = dataclasses.replace(views, earlier_sizes=earlier)
+    growing = recipes.get("moco-v2").edit(size=32, earlier_sizes=earlier, epochs=epochs)
+    assert growing.view_sizes == sizes
     for epoch, size in enumerate(sizes):
         scale = size / 32
         same = dataclasses.replace(views, size=size, blur_sigma=(0.1 * scale, 2.0 * scale))
-        assert growing.in_epoch(epoch, epochs) == same
-    assert growing.in_epoch(epochs - 1, epochs) == views
+        assert growing.views(epoch) == (same, same)
+    assert growing.views(epochs - 1) == growing.views() == (views, views)
 
 
 def test_blur_looks_no_further_than_the_view():
@@ -75,10 +76,6 @@ def test_blur_looks_no_further_than_the_view():
     [
         {"size": 2},
         {"size": 100_000},
-        {"earlier_sizes": (16, 2)},
-        {"earlier_sizes": (100_000,)},
-        {"earlier_sizes": (256,)},  # before 224
-        {"earlier_sizes": (128, 64)},
         {"crop_scale": (0.5, 0.2)},
         {"crop_scale": (0.0, 1.0)},
         {"crop_scale": (0.2, 1.5)},
@@ -97,8 +94,14 @@ def test_blur_looks_no_further_than_the_view():
 )
 def test_nonsense_is_refused_by_name(wrong):
     (name,) = wrong
-    with pytest.raises(UserError, match=rf"views\.{name}"):
+    with pytest.raises(UserError, match="pixels is too" if name == "size" else rf"^{name} of a view"):
         View(**wrong)
+
+
+@pytest.mark.parametrize("earlier", [(16, 2), (100_000,), (256,), (128, 64)])  # the third before 224
+def test_views_that_do_not_grow_are_refused(earlier):
+    with pytest.raises(UserError, match="--earlier-sizes"):
+        recipes.get("moco-v2").edit(earlier_sizes=earlier)
 
 
 def test_nothing_but_crop_and_flip_is_left_where_labels_are_learnt():
@@ -108,7 +111,7 @@ def test_nothing_but_crop_and_flip_is_left_where_labels_are_learnt():
     names = {field.name for field in dataclasses.fields(View)}
     probabilities = {name for name in names if name.endswith("_probability")}
     assert all(getattr(left, name) == 0 for name in probabilities - {"flip_probability"})
-    kept = {"size", "earlier_sizes", "crop_scale", "crop_ratio", "flip_probability", "mean", "std"}
+    kept = {"size", "crop_scale", "crop_ratio", "flip_probability", "mean", "std"}
     assert all(getattr(left, name) == getattr(everything, name) for name in kept)
     idle = {"jitter", "grey_first", "blur_sigma"}  # where none of that happens
     assert names == probabilities | kept | idle | {"then"}
@@ -136,16 +139,18 @@ def test_views_are_made_together_where_they_differ_in_nothing_but_what_is_drawn(
 
 def test_what_follows_a_view_is_no_setting():
     """It is put there by a method's own `views`, and no text could say what it is."""
-    text = recipes.get("co2-small").edit(views={"size": 24}).to_json()
-    assert Experiment.from_json(text).views.then is None
+    text = recipes.get("co2-small").edit(size=24).to_json()
+    assert Experiment.from_json(text).views()[0].then is None
     for then in (5, {"cells": 3}, "turns"):
         other = json.loads(text)
-        other["views"]["then"] = then
-        with pytest.raises(UserError, match=r"views\.then cannot be .*: it has to be null"):
+        other["method"]["view"]["then"] = then
+        with pytest.raises(UserError, match=r"does not know the settings method\.view\.then"):
             Experiment.from_json(json.dumps(other))
+    with pytest.raises(UserError, match=r"no setting .method\.view\.then."):
+        recipes.get("co2-small").edit(method={"view": {"then": None}})
 
 
 def test_a_description_from_before_solarisation_is_one_without_it():
     plain = json.loads(recipes.get("co2-small").to_json())
-    del plain["views"]["solarise_probability"], plain["views"]["then"]
+    del plain["method"]["view"]["solarise_probability"]
     assert Experiment.from_json(json.dumps(plain)) == recipes.get("co2-small")

@@ -12,12 +12,13 @@ import tyro
 
 from co2 import recipes
 from co2.bench.specification import InputBenchmark, PlanSettings, StepBenchmark, TrainBenchmark
-from co2.config import Experiment
 from co2.errors import UserError, did_you_mean
+from co2.experiment import Experiment
 
 USAGE = """\
 usage: co2 bench step [RECIPE] [--kinds eager captured compiled] [--steps N] [--out DIR] [any setting of the recipe]
-       co2 bench input DATA | --make N [--size 480x384] [--keep DIR] [--inputs resident jpeg workers] [--recipe NAME]
+       co2 bench input DATA | --make N [--picture-size 480x384] [--keep DIR] [--inputs resident jpeg workers]
+                       [--recipe NAME]
        co2 bench train [RECIPE] --data PATH | --make N [--seconds N | --steps N] [--out DIR] [any setting of the recipe]
        co2 bench train [RECIPE] --images N ... [--queue K ...]
        co2 bench loss [--rows B ...] [--negatives K ...] [--backends ...] [--out DIR]

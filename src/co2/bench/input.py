@@ -26,13 +26,13 @@ from co2.bench.pictures import list_pictures, parse_size, write_pictures
 from co2.bench.record import check_folder, check_out, provenance, show, write_record
 from co2.bench.specification import Input, InputBenchmark, MadePictures
 from co2.bench.step import peak_memory_gib, release, wait_for
-from co2.config import Experiment
 from co2.data.decode import decode_image
 from co2.data.open import open_data
 from co2.data.plain_jpeg import plain_jpeg_size
 from co2.data.source import BadImage, ImageSource
 from co2.engine.pretrain import check_sizes
 from co2.errors import RunError, UserError
+from co2.experiment import Experiment
 from co2.machine.device import choose_device, choose_workers
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch, ViewLoader, write_views
@@ -97,9 +97,9 @@ def run(experiment: Experiment, settings: InputBenchmark, data: str | None) -> d
 
 @contextlib.contextmanager
 def made_pictures(settings: MadePictures) -> Iterator[str]:
-    """A list of `settings.make` pictures of `settings.size`; kept ones are in a folder for each size."""
+    """A list of `settings.make` pictures of `settings.picture_size`; kept ones are in a folder for each size."""
     assert settings.make is not None
-    width, height = parse_size(settings.size)
+    width, height = parse_size(settings.picture_size)
     with contextlib.ExitStack() as temporary:
         above = settings.keep or temporary.enter_context(tempfile.TemporaryDirectory(prefix="co2-pictures-"))
         folder = Path(above, f"{width}x{height}")
@@ -129,12 +129,12 @@ def open_loader(experiment: Experiment, source: ImageSource, device: torch.devic
     resident = experiment.execution.resident_gib
     return choose_input(
         source,
-        (experiment.views,) * experiment.negatives.views_per_image,
+        experiment.views(),
         batch_size=experiment.batch_size,
         seed=experiment.seed,
         workers=choose_workers(experiment.workers),
         device=device,
-        smallest=2 * experiment.encoder.groups,
+        smallest=2 * experiment.network.groups,
         wanted=experiment.execution.input,
         budget_bytes=None if resident is None else int(resident * 2**30),
     )
@@ -248,11 +248,11 @@ def _decoded(files: list[bytes], device: torch.device) -> tuple[list[Tensor], st
 
 def _view_seconds(experiment: Experiment, images: list[Tensor], device: torch.device) -> float:
     """How long the views of these images take, made as training on this device makes them."""
-    count, views = len(images), experiment.negatives.views_per_image
+    count, views = len(images), len(experiment.views())
     if device.type != "cuda":
-        size = experiment.views.size
+        size = experiment.size
         into = torch.empty(views, count, 3, size, size, dtype=torch.uint8).unbind()
-        of_each, indices = (experiment.views,) * views, list(range(count))
+        of_each, indices = experiment.views(), list(range(count))
         return _timed(lambda: write_views(into, images, indices, of_each, experiment.seed, 0), device)[1]
     heights, widths = torch.tensor([image.shape[-2:] for image in images] * views, device=device).unbind(1)  # [V * N]
     lengths = 3 * heights[:count] * widths[:count]  # [N]
@@ -262,8 +262,8 @@ def _view_seconds(experiment: Experiment, images: list[Tensor], device: torch.de
     view = torch.arange(views, device=device).repeat_interleave(count)
 
     def make() -> Tensor:
-        drawn = draw(experiment.views, experiment.seed, 0, numbers, view, heights, widths)
-        return views_of(pixels, offsets, heights, widths, drawn, experiment.views)
+        drawn = draw(experiment.views()[0], experiment.seed, 0, numbers, view, heights, widths)
+        return views_of(pixels, offsets, heights, widths, drawn, experiment.views()[0])
 
     make()  # compiles the kernels
     return _timed(make, device)[1]

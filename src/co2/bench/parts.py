@@ -1,4 +1,4 @@
-"""A stopwatch for the parts of a training step: `trainer.mechanism.lap = Stopwatch(device).lap`.
+"""A stopwatch for the parts of a training step: `Trainer(..., lap=Stopwatch(device).lap)`.
 
 On a GPU a lap is an event on the stream. While a step is captured in a CUDA graph, such an event becomes a node of the
 graph (that is what `external` means), so that each replay records it anew, and the parts of a step that no Python runs

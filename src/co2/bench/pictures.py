@@ -35,7 +35,9 @@ def parse_size(text: str) -> tuple[int, int]:
     """Width and height from '480x384'."""
     width, _, height = text.lower().partition("x")
     if not (width.isdecimal() and height.isdecimal() and min(int(width), int(height)) >= 8):
-        raise UserError(f"--size must be WIDTHxHEIGHT with at least 8 pixels each, for instance 480x384; got '{text}'.")
+        raise UserError(
+            f"--picture-size must be WIDTHxHEIGHT with at least 8 pixels each, for instance 480x384; got '{text}'."
+        )
     return int(width), int(height)
 
 

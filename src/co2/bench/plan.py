@@ -22,12 +22,12 @@ from co2.bench.step import (
     warm_up_steps,
 )
 from co2.bench.train import measure_training, train_for
-from co2.config import Experiment
 from co2.data.open import open_data
 from co2.data.source import ImageSource
 from co2.engine.pretrain import check_sizes
 from co2.engine.trainer import Trainer, check_execution
 from co2.errors import UserError
+from co2.experiment import Experiment
 from co2.machine.device import choose_device
 from co2.machine.memory import freed_memory_kept
 
@@ -129,7 +129,7 @@ def with_bearable_batch(experiment: Experiment, device: torch.device, step_secon
 
     On a CPU the cost of a step is that of its images, so that a smaller one tells as much.
     """
-    smallest = max(2 * experiment.encoder.groups, _SMALLEST_BATCH)
+    smallest = max(2 * experiment.network.groups, _SMALLEST_BATCH)
     if experiment.batch_size <= smallest:
         return experiment
     small = experiment.edit(batch_size=smallest)
@@ -156,7 +156,7 @@ def answer(experiment: Experiment, forecast: Forecast, speed: Speed, device: str
     """What the user wants to know, in sentences."""
     memory = f"{speed.memory_gib:.1f} GiB of {'GPU ' if on_gpu else ''}memory"
     energy = "" if forecast.kilowatt_hours is None else f", about {_rounded(forecast.kilowatt_hours)} kWh"
-    name = experiment.encoder.backbone.partition("/")[2]
+    name = experiment.network.backbone.partition("/")[2]
     lines = [
         f"{experiment.recipe} with {name}, {forecast.images:,} images, {forecast.epochs} epochs: about "
         f"{in_time(forecast.seconds)} on this machine's {device} ({_rounded(speed.images_per_second)} images/s), "
@@ -166,8 +166,8 @@ def answer(experiment: Experiment, forecast: Forecast, speed: Speed, device: str
         lines.append("Reading images is not part of it: with --data PATH it is measured, too.")
     else:
         lines.append(f"{speed.input} Steps waited for them for {speed.waiting:.1%} of the time.")
-    if experiment.views.earlier_sizes:
-        largest = experiment.views.size
+    if experiment.earlier_sizes:
+        largest = experiment.size
         lines.append(f"All views are taken to have {largest} pixels; with smaller ones at first it takes less time.")
     if speed.batch_size != experiment.batch_size:
         lines.append(

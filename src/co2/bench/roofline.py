@@ -17,10 +17,9 @@ x the input of a layer, y its output, and b bytes for a number (2 in bfloat16, a
     residual block        backward   adds the gradients of its input by both ways: reads two, writes one
     weights               rounded to b bytes once a step for each encoder, their gradients back to float32;
                           the optimiser reads weight, gradient and momentum and writes two of them;
-                          the momentum encoder reads two weights and writes one
-    objective             for each query and negative: a product with the query and one with the key, both again in
-                          backward, and one for the query's gradient (three more where negatives have gradients, too);
-                          the negatives are read in both directions, float32
+                          a network that follows another reads two weights and writes one
+    objective             the products of embeddings that belong to no layer, in both directions, as torch counts
+                          them; what they are multiplied with is read once in each, float32
     views                 read as bytes, written as numbers
 
 Activation functions alone, dropout, reshaping and launches are free. Products that belong to no layer, such as those of
@@ -30,8 +29,10 @@ attention, count by their arithmetic. So a step cannot be faster than the bound 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,15 +44,15 @@ from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AvgPoolNd, _MaxPoolNd
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
-from co2.config import Experiment
-from co2.networks.encoder import build_encoder
+from co2.engine.distributed import ALONE
+from co2.engine.trainer import build_networks, stream_of
+from co2.experiment import Experiment
+from co2.method import Step
 
 EXACT = 4  # bytes of a float32
 
-VIEWS, KEY_FORWARD, QUERY_FORWARD, LOSS, BACKWARD, OPTIMISER, MOMENTUM = (
-    "views", "key forward", "query forward", "loss", "backward", "optimiser", "momentum encoder and negatives",
-)  # fmt: skip
-"""The parts of a step, as `Mechanism.lap` is told them."""
+VIEWS, FORWARD, BACKWARD, OPTIMISER, UPDATE = "views", "forward", "backward", "optimiser", "update"
+"""The parts of a step, as a `Trainer` tells its stopwatch: the forward pass ends with the loss."""
 
 
 @dataclass(frozen=True)
@@ -101,32 +102,54 @@ def bound_of(experiment: Experiment, rates: Rates, number_bytes: int) -> Bound:
 
 
 def step_work(experiment: Experiment, number_bytes: int) -> list[Work]:
-    """The operations of a step of this experiment."""
-    size, batch = experiment.views.size, experiment.batch_size
-    negatives, dimension = experiment.negatives, experiment.encoder.dimension
-    queue, in_batch = negatives.source == "queue", negatives.source == "in-batch"
-    directions = 2 if queue and negatives.symmetric else 1
-    rows = 2 * batch if in_batch else directions * batch  # that ask
-    columns = 2 * batch if in_batch else negatives.size
-    encoder = build_encoder(experiment.encoder, size).to("meta")
-    parameters = sum(parameter.numel() for parameter in encoder.parameters())
-    layers = layers_of(encoder, torch.empty(rows, 3, size, size, device="meta"))
-
-    views = (2 * rows if queue else rows) * 3 * size**2  # numbers
-    works = [Work(VIEWS, 0, (1 + number_bytes) * views)]
-    rounding = Work(QUERY_FORWARD, 0, (EXACT + number_bytes) * parameters if number_bytes < EXACT else 0)
-    works += [*forward_work(layers, QUERY_FORWARD, number_bytes), rounding]
-    works += [*backward_work(layers, number_bytes), Work(BACKWARD, 0, rounding.bytes)]
-    products = 8 if in_batch else 5
-    works.append(Work(LOSS, products * 2 * rows * columns * dimension, 2 * EXACT * columns * dimension))
-    works.append(Work(OPTIMISER, 0, 5 * EXACT * parameters))
-    if queue:
-        works += [*forward_work(layers, KEY_FORWARD, number_bytes), Work(KEY_FORWARD, 0, rounding.bytes)]
-        works.append(Work(MOMENTUM, 0, EXACT * (3 * parameters + 2 * rows * dimension)))
-    elif not in_batch:
-        works.append(Work(LOSS, 0, 2 * EXACT * columns * dimension))  # rows of the bank are gathered
-        works.append(Work(MOMENTUM, 0, 3 * EXACT * rows * dimension))
+    """The operations of a step of this experiment: counted in one pass of its method's loss, without numbers."""
+    batch = experiment.batch_size
+    nets = build_networks(experiment, max(batch, 2)).to("meta")
+    step = _step_without_numbers(experiment)
+    with FlopCounterMode(display=False) as forward, _noting(nets.children(), forward) as layers:
+        output = experiment.method.loss(nets, step)
+    with FlopCounterMode(display=False) as backward:
+        output.loss.backward()
+    trained = sum(one.numel() for one in nets.parameters() if one.requires_grad)
+    followed = sum(one.numel() for one in nets.parameters() if not one.requires_grad)
+    kept = sum(one.numel() for one in output.kept.values())
+    pictures = sum(view.numel() for view in step.views)
+    in_networks = sum(layer.flops for layer in layers)
+    with_gradient = [layer for layer in layers if layer.with_gradient]
+    in_backward = sum(work.flops for work in backward_work(with_gradient, number_bytes))
+    compared, back = forward.get_total_flops() - in_networks, max(0, backward.get_total_flops() - in_backward)
+    rounding = (EXACT + number_bytes) if number_bytes < EXACT else 0  # of weights, from float32
+    works = [Work(VIEWS, 0, (1 + number_bytes) * pictures)]
+    works += [*forward_work(layers, FORWARD, number_bytes), Work(FORWARD, 0, rounding * (trained + followed))]
+    # What is no network's are products of embeddings with others, of which each is read at least once in a direction.
+    others = EXACT * compared / (4 * len(step.images))
+    works += [Work(FORWARD, compared, others), Work(BACKWARD, back, others)]
+    works += [*backward_work(with_gradient, number_bytes), Work(BACKWARD, 0, rounding * trained)]
+    works.append(Work(OPTIMISER, 0, 5 * EXACT * trained))
+    works.append(Work(UPDATE, 0, EXACT * (3 * followed + 2 * kept)))
     return works
+
+
+def _step_without_numbers(experiment: Experiment) -> Step:
+    """What a step hands to the method, on the meta device."""
+    method, batch = experiment.method, experiment.batch_size
+    empty = partial(torch.empty, device="meta")
+    views = tuple(empty(batch, 3, view.size, view.size) for view in experiment.views())
+    drawn = {
+        name: draw.numbers(0, stream_of(name, draw), torch.zeros(1, dtype=torch.int64), batch, max(batch, 2))[0]
+        for name, draw in method.draws().items()
+        if draw.every == "step"
+    }
+    indices = empty(batch, dtype=torch.int64)
+    return Step(
+        views=views,
+        made=({},) * len(views),
+        images=indices,
+        labels=indices if method.needs_labels else None,
+        share=ALONE.share(batch, 1),
+        numbers={name: empty(()) for name in method.schedules()},
+        random={name: numbers.to("meta") for name, numbers in drawn.items()},
+    )
 
 
 @dataclass(frozen=True)
@@ -140,40 +163,62 @@ class Layer:
     flops: float = 0.0
     adds: bool = False
     """Whether a normalisation adds the shortcut of its block."""
+    with_gradient: bool = True
+    """Whether there is a backward pass of it."""
 
 
 def layers_of(network: nn.Module, images: Tensor) -> list[Layer]:
     """The layers that `network` passes `images` through, both on the meta device, in order."""
+    with FlopCounterMode(display=False) as counter, _noting([network], counter) as layers, torch.no_grad():
+        network(images)
+    return layers
+
+
+@contextmanager
+def _noting(networks: Iterable[nn.Module], counter: FlopCounterMode) -> Iterator[list[Layer]]:
+    """The layers that these networks pass images through inside the block, on the meta device, in order; and behind
+    those of a network the products that belong to none of them."""
     layers: list[Layer] = []
+    networks = list(networks)
+    inside = [module for network in networks for module in network.modules()]
     adding = {
         id(block.bn3 if isinstance(block, Bottleneck) else block.bn2)
-        for block in network.modules()
+        for block in inside
         if isinstance(block, BasicBlock | Bottleneck)
     }
+    begun: list[tuple[int, int]] = []  # products, and how many layers there were
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        given, gave = inputs[0].numel(), output.numel()
+        made = partial(Layer, inputs=inputs[0].numel(), outputs=output.numel(), with_gradient=torch.is_grad_enabled())
         if isinstance(module, _ConvNd | nn.Linear):
-            flops = 2 * gave * module.weight[0].numel()  # each number of the output is a sum over one row of weights
-            layers.append(Layer("product", given, gave, module.weight.numel(), flops))
+            flops = 2 * output.numel() * module.weight[0].numel()  # each number is a sum over one row of weights
+            layers.append(made("product", weights=module.weight.numel(), flops=flops))
         elif isinstance(module, _BatchNorm):
-            layers.append(Layer("batch normalisation", given, gave, adds=id(module) in adding))
+            layers.append(made("batch normalisation", adds=id(module) in adding))
         elif isinstance(module, nn.LayerNorm | nn.GroupNorm):
-            layers.append(Layer("normalisation", given, gave))
+            layers.append(made("normalisation"))
         elif isinstance(module, _MaxPoolNd | _AvgPoolNd | _AdaptiveAvgPoolNd):
-            layers.append(Layer("pooling", given, gave))
+            layers.append(made("pooling"))
         elif isinstance(module, BasicBlock | Bottleneck):
-            layers.append(Layer("block", given, gave))
+            layers.append(made("block"))
 
-    hooks = [module.register_forward_hook(note) for module in network.modules()]
+    def begin(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        begun.append((counter.get_total_flops(), len(layers)))
+
+    def end(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        before, first = begun.pop()
+        rest = counter.get_total_flops() - before - sum(layer.flops for layer in layers[first:])
+        if rest > 0:
+            layers.append(Layer("product", 0, 0, flops=rest, with_gradient=torch.is_grad_enabled()))
+
+    hooks = [module.register_forward_hook(note) for module in inside]
+    hooks += [network.register_forward_pre_hook(begin) for network in networks]
+    hooks += [network.register_forward_hook(end) for network in networks]
     try:
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            network(images)
+        yield layers
     finally:
         for hook in hooks:
             hook.remove()
-    rest = counter.get_total_flops() - sum(layer.flops for layer in layers)
-    return [*layers, Layer("product", 0, 0, flops=rest)] if rest > 0 else layers
 
 
 def forward_work(layers: list[Layer], part: str, number_bytes: int) -> list[Work]:

@@ -34,7 +34,7 @@ class MadePictures:
 
     make: int | None = None
     """Write so many JPEGs that are like photographs, and read those."""
-    size: str = "480x384"
+    picture_size: str = "480x384"
     """Width and height of these."""
     keep: str = ""
     """Folder for them, to be used again; by default a temporary one. Each size has a folder of its own in it."""
@@ -45,7 +45,7 @@ class MadePictures:
     @property
     def made(self) -> str:
         """What these images are, in words; nothing where none are made."""
-        return "" if self.make is None else f"{self.make} JPEGs of {self.size} pixels"
+        return "" if self.make is None else f"{self.make} JPEGs of {self.picture_size} pixels"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,19 +24,16 @@ import torch
 from co2.bench.parts import Stopwatch, shares, typical
 from co2.bench.record import check_out, device_name, provenance, show, write_record
 from co2.bench.roofline import (
-    KEY_FORWARD,
-    LOSS,
-    QUERY_FORWARD,
     Bound,
     Rates,
     bound_of,
     measure_rates,
 )
 from co2.bench.specification import StepBenchmark
-from co2.config import Experiment
 from co2.engine.capture import WARM_UP
 from co2.engine.trainer import Trainer, check_execution, precision_on
 from co2.errors import UserError
+from co2.experiment import Experiment
 from co2.machine.device import choose_device
 from co2.machine.memory import freed_memory_kept
 from co2.views.loader import Batch
@@ -48,8 +46,6 @@ _IMAGES = 50_000  # of the data set that there is not; a memory bank has as many
 _MANY_STEPS = 10**6  # of the run that there is not
 _DIFFERENT_BATCHES = 2
 UNTIL_FAST = WARM_UP + 1  # steps until a captured one has been replayed for the first time
-FORWARD_AND_LOSS = "both forward passes and loss"
-"""A part of a compiled step, whose forward passes are one piece."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,7 @@ def explained(experiment: Experiment) -> Iterator[None]:
     except torch.cuda.OutOfMemoryError as error:
         raise UserError(
             f"A step with a batch of {experiment.batch_size} does not fit into this GPU's memory. "
-            f"Try --batch-size {experiment.batch_size // 2}, or a smaller --views.size."
+            f"Try --batch-size {experiment.batch_size // 2}, or a smaller --size."
         ) from error
 
 
@@ -127,13 +123,12 @@ def explained(experiment: Experiment) -> Iterator[None]:
 
 def noise_batches(experiment: Experiment, device: torch.device, images: int = _IMAGES) -> list[Batch]:
     """A few batches of views of noise, on the device."""
-    size, batch = experiment.views.size, experiment.batch_size
-    views = experiment.negatives.views_per_image
+    batch = experiment.batch_size
     generator = torch.Generator(device).manual_seed(experiment.seed)
+    noise = partial(torch.randint, 0, 256, dtype=torch.uint8, device=device, generator=generator)
     batches = []
     for number in range(_DIFFERENT_BATCHES):
-        shape = (views, batch, 3, size, size)
-        pixels = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator).unbind()
+        pixels = tuple(noise((batch, 3, view.size, view.size)) for view in experiment.views())
         indices = torch.arange(number * batch, (number + 1) * batch, device=device) % images  # [B]
         batches.append(Batch(indices, pixels, [], batch))
     return batches
@@ -235,9 +230,8 @@ def measure_parts(
 
 
 def _parts(experiment: Experiment, device: torch.device, batches: list[Batch]) -> tuple[dict[str, float], str]:
-    trainer = Trainer(experiment, _IMAGES, _MANY_STEPS, device)
     stopwatch = Stopwatch(device)
-    trainer.mechanism.lap = stopwatch.lap
+    trainer = Trainer(experiment, _IMAGES, _MANY_STEPS, device, lap=stopwatch.lap)
     take = endless_steps(trainer, batches)
     started = time.perf_counter()
     for _ in range(warm_up_steps(device)):
@@ -249,8 +243,6 @@ def _parts(experiment: Experiment, device: torch.device, batches: list[Batch]) -
         take()
         found.append(stopwatch.read())
     parts, kind = typical(found), trainer.kind
-    if kind == "compiled":  # whose stopwatch does not see into the forward passes
-        parts = {FORWARD_AND_LOSS if part == LOSS else part: seconds for part, seconds in parts.items()}
     del take, trainer
     release(device)
     return parts, kind
@@ -323,9 +315,9 @@ def pays_from(kinds: dict[str, tuple[float, float]], batch: int) -> list[dict[st
 def announce(experiment: Experiment, device: torch.device, precision: torch.dtype, rates: Rates, bound: Bound) -> None:
     """What is being measured, and the bound: said before, because large steps take minutes on a CPU."""
     print(
-        f"{experiment.recipe}: {experiment.encoder.backbone} at {experiment.views.size} pixels, batch "
-        f"{experiment.batch_size}, {experiment.encoder.groups} groups of batch statistics, "
-        f"{experiment.negatives.source} of {experiment.negatives.size:,}, on {device_name(device)} in "
+        f"{experiment.recipe}: {experiment.network.backbone} at {experiment.size} pixels, batch "
+        f"{experiment.batch_size}, {experiment.network.groups} groups of batch statistics, "
+        f"on {device_name(device)} in "
         f"{str(precision).removeprefix('torch.')}.\n"
         f"It copies {rates.bytes_per_second / 1e12:.3g} TB/s and multiplies "
         f"{rates.flops_per_second / 1e12:.3g} TFLOP/s; a step of {bound.flops / 1e12:.3g} TFLOP and "
@@ -370,8 +362,6 @@ def parts_table(one: dict[str, Any], bounds: dict[str, float]) -> list[dict[str,
     rows = []
     for part, share in one["shares"].items():
         least = bounds.get(part)
-        if part == FORWARD_AND_LOSS:
-            least = sum(bounds.get(name, 0.0) for name in (KEY_FORWARD, QUERY_FORWARD, LOSS))
         milliseconds = share * one["step_seconds"] * 1e3
         row = {"part": part, "ms": milliseconds, "share": f"{share:.1%}"}
         rows.append(row | {"at least, ms": None if least is None else least * 1e3})

@@ -37,12 +37,12 @@ from co2.bench.step import (
     wait_for,
     warm_up_steps,
 )
-from co2.config import Experiment
 from co2.data.open import open_data
 from co2.data.source import ArraySource, ImageSource
 from co2.engine.clock import Moment
 from co2.engine.trainer import Trainer, check_execution, precision_on
 from co2.errors import UserError
+from co2.experiment import Experiment, flatten
 from co2.machine.device import choose_device, stream_of_its_own
 from co2.machine.memory import freed_memory_kept
 from co2.views.loader import Batch, ViewLoader
@@ -157,17 +157,19 @@ def together(experiment: Experiment, settings: TrainBenchmark, device: torch.dev
 
 def sweep(experiment: Experiment, settings: TrainBenchmark, device: torch.device) -> dict[str, Any]:
     """The cost of an image for several sizes of the data set, and of the queue."""
-    if settings.queue and experiment.negatives.source == "in-batch":
-        raise UserError(f"{experiment.recipe} takes its negatives from the batch: there is no --queue to vary.")
-    default = experiment.negatives.size
+    own = flatten(experiment)
+    setting = next((name for name in ("queue", "negatives") if f"method.{name}" in own), "")
+    if settings.queue and not setting:
+        raise UserError(f"{experiment.recipe} has no queue and no bank of negatives: there is no --queue to vary.")
+    default = own.get(f"method.{setting}", 0)
     cases = [(images, default) for images in settings.images]
     cases += [(settings.images[0] if settings.images else _NOISE_IMAGES, size) for size in settings.queue]
     if device.type == "cuda":
         experiment = experiment.edit(execution={"input": "resident"})
     rows = []
     for images, negatives in dict.fromkeys(cases):
-        edited = experiment.edit(negatives={"size": negatives})
-        source = noise_images(images, experiment.views.size)
+        edited = experiment.edit(method={setting: negatives}) if setting else experiment
+        source = noise_images(images, experiment.size)
         found = measure_training(edited, source, device, settings.seconds, settings.steps)
         row = {"images": images, "negatives": negatives} | describe(found)
         rows.append(row | {"microseconds_per_image": 1e6 / found.stretch.images_per_second})
@@ -322,7 +324,7 @@ def describe(found: TrainMeasurement) -> dict[str, Any]:
 def present(experiment: Experiment, device: torch.device, record: dict[str, Any]) -> None:
     """Tables for people."""
     print(
-        f"{experiment.recipe}: {record['data']}; {experiment.encoder.backbone} at {experiment.views.size} pixels, "
+        f"{experiment.recipe}: {record['data']}; {experiment.network.backbone} at {experiment.size} pixels, "
         f"batch {experiment.batch_size}, on {device_name(device)}. The bound of its step is "
         f"{record['bound']['images_per_second']:,.0f} images/s."
     )

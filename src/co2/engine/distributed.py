@@ -216,23 +216,23 @@ class Share:
     def _sizes(self) -> list[int]:
         return [stop - start for start, stop in itertools.pairwise(self.bounds)]
 
-    def shuffle(self, views: Tensor, order: Tensor) -> Tensor:
-        """Views [V, b, ...] of this process's images in; out come those that it has in the batch in the new `order`.
+    def shuffle(self, mine: Tensor, order: Tensor) -> Tensor:
+        """Rows [b, ...] of this process's images in; out come those that it has in the batch in the new `order`.
 
-        Views go straight from the process that has them to the one that needs them, as they are: uint8.
+        They go straight from the process that has them to the one that needs them, as they are: views as uint8.
 
         Args:
             order: a permutation [N] of the whole batch, on the CPU, the same for all processes.
         """
         if self.processes.count == 1:
-            return views[:, order.to(views.device)]
+            return mine[order.to(mine.device)]
         rank = self.processes.launch.rank
         owner = torch.bucketize(order, torch.tensor(self.bounds[1:]), right=True)  # [N] who has each of them now
         whose = order.split(self._sizes)  # what each process is to have; and who has it now:
         from_whom = owner.split(self._sizes)
         to_send = [wanted[holder == rank] for wanted, holder in zip(whose, from_whom, strict=True)]
-        places = torch.cat(to_send) - self.rows.start  # [b] of this process's views, by who gets them
-        sent = views.transpose(0, 1)[places.to(views.device)]  # [b, V, ...]
+        places = torch.cat(to_send) - self.rows.start  # [b] of this process's rows, by who gets them
+        sent = mine[places.to(mine.device)]  # [b, ...]
         received = torch.empty_like(sent)
         dist.all_to_all_single(
             received,
@@ -243,13 +243,13 @@ class Share:
         )
         by_holder = torch.argsort(from_whom[rank], stable=True)  # [b] the places of what was received
         arranged = torch.empty_like(received)
-        arranged[by_holder.to(views.device)] = received
-        return arranged.transpose(0, 1)  # [V, b, ...]
+        arranged[by_holder.to(mine.device)] = received
+        return arranged
 
-    def put_back(self, features: Tensor, order: Tensor) -> Tensor:
-        """Features [b, D] of what `shuffle` gave to this process in; out come those of the whole batch [N, D],
-        in its own order, for every process."""
-        return self._whole(features, order[self.rows])
+    def put_back(self, mine: Tensor, order: Tensor) -> Tensor:
+        """Rows [b, D] of what `shuffle` gave to this process in; out come those of the whole batch [N, D], in its own
+        order, for every process."""
+        return self._whole(mine, order[self.rows])
 
     def gather(self, features: Tensor) -> Tensor:
         """Features [b, ...] of this process's images in, those of the whole batch [N, ...] out, with gradients."""

@@ -8,11 +8,12 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from co2.config import Experiment
 from co2.data.open import DataSplits
 from co2.data.source import ImageSource
+from co2.experiment import Experiment
 from co2.measures.knn import knn_accuracy
 from co2.measures.label_free import alignment, effective_rank, mean_norm, uniformity
 from co2.networks.encoder import Encoder
@@ -40,7 +41,7 @@ class Monitor:
         self.bank = bank.spread_over_classes(limits.bank_images) if bank is not None and several else None
         self.queries = splits.test.spread_over_classes(limits.query_images) if splits.test is not None else None
         # Small pictures keep a GPU busy only in large batches.
-        self.batch_size = 2048 if device.type == "cuda" and experiment.views.size <= 64 else 256
+        self.batch_size = 2048 if device.type == "cuda" and experiment.size <= 64 else 256
         self._kept: dict[str, list[Batch]] = {}
         self._keeps = KEPT_BYTES  # bytes of each kind
         if device.type == "cuda":
@@ -53,10 +54,8 @@ class Monitor:
     def _label_free(self, encoder: Encoder) -> dict[str, float]:
         # Two views of each image, always those of one fixed epoch, so that only the encoder changes between two calls.
         batches = list(self._once("health", self.health, lambda: self._health_views().epoch(0)))
-        first, second = (
-            self._extract(encoder, (replace(batch, views=batch.views[view : view + 1]) for batch in batches))[0]
-            for view in (0, 1)
-        )  # [N, D] each, unit rows
+        one_view = ((replace(batch, views=batch.views[view : view + 1]) for batch in batches) for view in (0, 1))
+        first, second = (F.normalize(self._extract(encoder, some)[0], dim=1) for some in one_view)  # [N, D] each
         return {
             "alignment": alignment(first, second),
             "uniformity": uniformity(first),
@@ -67,7 +66,7 @@ class Monitor:
     def _health_views(self) -> ViewLoader:
         return ViewLoader(
             self.health,
-            (self.experiment.views,) * 2,
+            (self.experiment.views()[0],) * 2,
             batch_size=min(self.batch_size, len(self.health)),
             seed=self.experiment.seed,
             workers=self.workers,
@@ -89,7 +88,7 @@ class Monitor:
 
     def _labelled_features(self, encoder: Encoder, name: str, source: ImageSource) -> tuple[Tensor, Tensor]:
         assert source.labels is not None
-        size = self.experiment.views.size
+        size = self.experiment.size
         batches = self._once(name, source, lambda: plain_batches(source, size, self.batch_size, self.workers))
         features, images = self._extract(encoder.backbone, batches)  # [N, F], [N]
         return features, torch.from_numpy(source.labels)[images]
@@ -98,14 +97,14 @@ class Monitor:
         """The batches that `make` makes, kept for the next time if they take little memory."""
         if name in self._kept:
             return self._kept[name]
-        if 2 * len(source) * 3 * self.experiment.views.size**2 > self._keeps:
+        if 2 * len(source) * 3 * self.experiment.size**2 > self._keeps:
             return make()
         self._kept[name] = [batch.each(lambda tensor: tensor.to(self.device)) for batch in make()]
         return self._kept[name]
 
     def _extract(self, network: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
-        views = self.experiment.views
-        return extract(network, batches, lambda pixels: normalise_for_convolutions(pixels, views), self.device)
+        plain = self.experiment.plain
+        return extract(network, batches, lambda pixels: normalise_for_convolutions(pixels, plain), self.device)
 
 
 @torch.no_grad()

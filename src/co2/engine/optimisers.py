@@ -1,48 +1,63 @@
-"""SGD, and LARS for large batches, which torch does not have."""
+"""SGD and AdamW as torch has them, and LARS for large batches, which it does not have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from co2.engine.specification import OptimisationSpecification
+from co2.experiment import Optimisation
 
 
 def build_optimiser(
-    module: nn.Module, specification: OptimisationSpecification, rate: float | Tensor
-) -> torch.optim.Optimizer:
-    """The optimiser for the parameters of `module` that are trained.
+    nets: nn.ModuleDict, settings: Optimisation, rates: Mapping[str, float | Tensor]
+) -> tuple[torch.optim.Optimizer, list[str]]:
+    """The optimiser for the parameters of `nets` that are trained, and whose rate each of its groups has.
 
-    The schedule sets the learning rate each step. Where `rate` is a tensor, a captured step can read it from there.
+    Args:
+        rates: the learning rate of each network that has one of its own, by its name, and under "" that of all others.
+            The engine sets them each step; where they are tensors, a captured step can read them from there.
     """
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if specification.optimiser == "lars":
-        return Lars(parameters, rate, specification.momentum, specification.weight_decay)
-    return torch.optim.SGD(
-        parameters,
-        lr=rate,
-        momentum=specification.momentum,
-        weight_decay=specification.weight_decay,
-        fused=True,
-    )
+    groups, names = [], []
+    for name, rate in rates.items():
+        networks = [net for key, net in nets.items() if (key if key in rates else "") == name]
+        trained = [one for net in networks for one in net.parameters() if one.requires_grad]
+        parts = [(trained, settings.weight_decay)]
+        if settings.decay == "matrices" and settings.optimiser != "lars":
+            parts = [([one for one in trained if one.ndim > 1], settings.weight_decay)]
+            parts += [([one for one in trained if one.ndim <= 1], 0.0)]
+        for some, decay in parts:
+            if some:
+                groups.append({"params": some, "lr": rate, "weight_decay": decay})
+                names.append(name)
+    optimiser: torch.optim.Optimizer
+    if settings.optimiser == "lars":
+        optimiser = Lars(groups, settings.momentum, settings.decay == "all", settings.adapt == "all")
+    elif settings.optimiser == "adamw":
+        on_device = any(isinstance(rate, Tensor) for rate in rates.values())
+        betas = (settings.momentum, settings.beta2)
+        optimiser = torch.optim.AdamW(groups, betas=betas, fused=True, capturable=on_device)
+    else:
+        optimiser = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
+    return optimiser, names
 
 
 class Lars(torch.optim.Optimizer):
-    """Layer-wise adaptive rate scaling (You et al. 2017) as SimCLR uses it: biases and the parameters of
-    normalisation layers, which are vectors, are neither adapted nor decayed."""
+    """Layer-wise adaptive rate scaling (You et al. 2017). Biases and the parameters of normalisation layers are
+    vectors; as SimCLR and BYOL use it, they are neither adapted nor decayed."""
 
     def __init__(
         self,
-        parameters: Sequence[Tensor],
-        rate: float | Tensor,
+        groups: Sequence[dict[str, Any]],
         momentum: float,
-        weight_decay: float,
+        decay_vectors: bool = False,
+        adapt_vectors: bool = False,
         trust: float = 0.001,
     ) -> None:
-        super().__init__(parameters, {"lr": rate, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
+        super().__init__(groups, {"lr": 0.0, "momentum": momentum, "weight_decay": 0.0, "trust": trust})
+        self.decay_vectors, self.adapt_vectors = decay_vectors, adapt_vectors
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -61,8 +76,9 @@ class Lars(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
         gradient = parameter.grad
-        if parameter.ndim > 1:
+        if parameter.ndim > 1 or self.decay_vectors:
             gradient = gradient.add(parameter, alpha=group["weight_decay"])
+        if parameter.ndim > 1 or self.adapt_vectors:
             weight_norm, gradient_norm = parameter.norm(), gradient.norm()
             # Where either norm is zero the rate stays as it is; on the device, so that nothing waits for it.
             rate = torch.where(

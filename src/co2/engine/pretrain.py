@@ -25,9 +25,9 @@ from co2.checkpoint import (
     remove_older,
     save_backbone,
 )
-from co2.config import Experiment, read_experiment
 from co2.data.fingerprint import fingerprint_of_names
 from co2.data.open import DataSplits, open_data
+from co2.data.source import ImageSource
 from co2.engine.advice import Advisor
 from co2.engine.clock import Moment
 from co2.engine.distributed import Processes, join_processes
@@ -43,9 +43,9 @@ from co2.engine.records import (
     claim_folder,
     rows_of,
 )
-from co2.engine.specification import Precision
-from co2.engine.trainer import MEASURED, Trainer, check_execution
+from co2.engine.trainer import Trainer, check_execution, measured
 from co2.errors import RunError, UserError
+from co2.experiment import Experiment, Precision, flatten, read_experiment
 from co2.files import write_atomically
 from co2.machine.device import choose_device, choose_workers, multiplies_bfloat16, ran_out_of_memory, stream_of_its_own
 from co2.machine.memory import freed_memory_kept
@@ -90,10 +90,10 @@ def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str
         names = processes.joined([fingerprint_of_names(splits.train)])  # for each process
         processes.first(lambda: check_names(experiment, names))
         processes.first(lambda: _check_execution_of_new_run(experiment, device, run))
-        processes.first(lambda: _check_objective(experiment, device))
+        processes.first(lambda: _check_backend(experiment, device))
         before = {path for path in _written_by_start(run) if os.path.exists(path)}
         processes.first(lambda: claimed.enter_context(claim_folder(run, experiment)))
-        display = choose_display(experiment.epochs) if processes.is_first else Quiet()
+        display = choose_display(experiment.epochs, experiment.method.metrics) if processes.is_first else Quiet()
         with _explained(run), stream_of_its_own(device), freed_memory_kept(device), closing(display):
             with _taken_back_if_refused(run, before) if processes.is_first else nullcontext():
                 started = Run(experiment, splits, device, run, processes, names[0], display)
@@ -116,11 +116,11 @@ def check_sizes(experiment: Experiment, images_of_each_process: list[int]) -> No
             + _smaller_batch(experiment, images)
         )
 
-    groups = experiment.encoder.groups
+    groups = experiment.network.groups
     if groups > 1 and groups % processes:
         raise UserError(
             f"{groups} groups of batch statistics cannot be shared out among {processes} processes. Use "
-            f"--encoder.groups {-(-groups // processes) * processes}, or another number of processes."
+            f"--network.groups {-(-groups // processes) * processes}, or another number of processes."
         )
     last = images % experiment.batch_size
     smallest = last if last >= 2 * groups else experiment.batch_size  # a shorter one is left out
@@ -142,15 +142,23 @@ def check_names(experiment: Experiment, fingerprint_of_each_process: list[int]) 
 
 def _smaller_batch(experiment: Experiment, images: int) -> str:
     """What to do about a batch that is larger than the data set, by settings that go together."""
-    groups = experiment.encoder.groups
+    groups = experiment.network.groups
     if 2 * groups <= images:
         size = f"{images // 4} or less" if images // 4 > 2 * groups else f"{2 * groups}"
         return f"Use --batch-size {size}, or more images."
-    fewest = 2 if experiment.negatives.source == "queue" and experiment.encoder.shuffle_keys else 1  # groups
+    fewest = next((groups for groups in (1, 2) if _takes(experiment, groups)), 1)
     if images < 2 * fewest:
         return f"{experiment.recipe} needs {2 * fewest} images at least."
     fewer = images // 2
-    return f"Use --batch-size {2 * fewer} with --encoder.groups {fewer}, or more images."
+    return f"Use --batch-size {2 * fewer} with --network.groups {fewer}, or more images."
+
+
+def _takes(experiment: Experiment, groups: int) -> bool:
+    try:
+        experiment.method.check(2 * groups, groups)
+    except UserError:
+        return False
+    return True
 
 
 def _check_execution_of_new_run(experiment: Experiment, device: torch.device, run: Path) -> None:
@@ -159,13 +167,13 @@ def _check_execution_of_new_run(experiment: Experiment, device: torch.device, ru
         check_execution(experiment.execution, device)
 
 
-def _check_objective(experiment: Experiment, device: torch.device) -> None:
+def _check_backend(experiment: Experiment, device: torch.device) -> None:
     """Whether the objective can be computed in the way that was asked for."""
-    if experiment.objective.backend == "fused":
-        why_not = why_not_fused(torch.empty(1, experiment.encoder.dimension, device=device))
+    if flatten(experiment).get("method.backend") == "fused":
+        why_not = why_not_fused(torch.empty(1, 128, device=device))
         if why_not is not None:
             raise UserError(
-                f"--objective.backend fused cannot run here: {why_not}. Use --objective.backend auto, or reference."
+                f"--method.backend fused cannot run here: {why_not}. Use --method.backend auto, or reference."
             )
 
 
@@ -222,13 +230,13 @@ class Run:
         self.names = names  # their fingerprint
         self.train = splits.train
         workers = choose_workers(experiment.workers, processes.launch.local_count)
-        groups = experiment.encoder.groups
+        groups = experiment.network.groups
         self.display = display
         resident = experiment.execution.resident_gib
         self.loader, self.input = processes.each(
             lambda: choose_input(
                 splits.train,
-                (experiment.views,) * experiment.negatives.views_per_image,
+                experiment.views(),
                 batch_size=experiment.batch_size,
                 seed=experiment.seed,
                 workers=workers,
@@ -243,16 +251,17 @@ class Run:
         self._lost_workers = [0] * processes.count  # of each process, as far as the user knows
         self.steps_per_epoch = self.loader.batches_per_epoch
         steps = experiment.epochs * self.steps_per_epoch
-        self.trainer = Trainer(experiment, len(splits.train), steps, device, processes, self.display.say)
+        labels = _labels(experiment, splits.train)
+        self.trainer = Trainer(experiment, len(splits.train), steps, device, processes, self.display.say, labels)
         self.checkpoints = CheckpointWriter(folder, experiment.monitoring.keep_every * self.steps_per_epoch)
         self._restore()
-        if experiment.views.earlier_sizes:
+        if experiment.earlier_sizes:
             self._rehearse_largest_views()
         self.monitor = Monitor(experiment, splits, device, workers)
         self.records: Records = Unwritten()
         if processes.is_first:
             self.records = Records(folder, self.trainer.step, most_bad=BAD_SHARE * len(self.train))
-        self.advisor = Advisor(experiment, any(isinstance(m, _BatchNorm) for m in self.trainer.mechanism.modules()))
+        self.advisor = Advisor(experiment, any(isinstance(m, _BatchNorm) for m in self.trainer.nets.modules()))
         if processes.is_first:
             self.advisor.recall(rows_of(folder))
         self._saved_at = time.monotonic()
@@ -277,15 +286,13 @@ class Run:
     def _finish(self) -> None:
         self.checkpoints.finish()
         self._refuse_ruins()
-        save_backbone(self.folder / BACKBONE, self.trainer.mechanism.encoder.backbone, self.experiment)
+        save_backbone(self.folder / BACKBONE, self.trainer.nets["encoder"].backbone, self.experiment)
 
     def _epoch(self, number: int, stop_requested: list[int]) -> None:
         """Train epoch `number`, counted from 0, or what is left of it."""
-        interval = Interval(self.trainer.device)
+        interval = Interval(self.trainer.device, measured(self.experiment.method))
         first_batch = self.trainer.step % self.steps_per_epoch
-        view = self.experiment.views.in_epoch(number, self.experiment.epochs)
-        views = (view,) * self.experiment.negatives.views_per_image
-        batches = self.loader.epoch(number, first_batch, views)
+        batches = self.loader.epoch(number, first_batch, self.experiment.views(number))
         for batch in interval.waiting_for(self.processes.batches(batches)):
             self._note_bad(batch)
             learning_rate = self.trainer.learning_rate()
@@ -340,7 +347,7 @@ class Run:
 
     def _log(self, interval: Interval, learning_rate: float) -> None:
         step = self.trainer.step
-        interval.measured = [*self.processes.mean(torch.stack(interval.measured))]  # of the whole batches, [5] each
+        interval.measured = [*self.processes.mean(torch.stack(interval.measured))]  # of the whole batches, [M] each
         diverged = interval.first_not_finite()
         if diverged is not None:
             images = self.processes.joined(interval.images_of(diverged))
@@ -349,7 +356,7 @@ class Run:
         self._tell_of_lost_workers()
         self._record("train", values)
         self.display.interval(self.trainer.step, values)
-        self._advise(self.advisor.after_interval(self.trainer.step, values))
+        self._advise(self.advisor.after_interval(self.trainer.step, values, self.trainer.done))
 
     def _tell_of_lost_workers(self) -> None:
         before, self._lost_workers = self._lost_workers, self.processes.joined([self.loader.workers.lost])
@@ -381,7 +388,7 @@ class Run:
 
     def _measurement(self) -> dict[str, float]:
         try:
-            return self.monitor.measure(self.trainer.mechanism.encoder)
+            return self.monitor.measure(self.trainer.nets["encoder"])
         except UserError as error:
             if self.trainer.step == 0 or isinstance(error, RunError):
                 raise
@@ -435,11 +442,11 @@ class Run:
 
     def _rehearse_largest_views(self) -> None:
         """So that a run whose views grow does not find out after days that the last ones take too much memory."""
-        batch, size = self.experiment.batch_size, max(self.experiment.view_sizes)
-        rows = len(range(batch)[self.processes.share(batch, self.experiment.encoder.groups).rows])
-        blank = torch.zeros(rows, 3, size, size, dtype=torch.uint8)
-        views = (blank,) * self.experiment.negatives.views_per_image
-        self.trainer.rehearse(Batch(torch.arange(rows), views, [], batch))
+        batch = self.experiment.batch_size
+        rows = len(range(batch)[self.processes.share(batch, self.experiment.network.groups).rows])
+        sizes = [view.size for view in self.experiment.views()]
+        blank = tuple(torch.zeros(rows, 3, size, size, dtype=torch.uint8) for size in sizes)
+        self.trainer.rehearse(Batch(torch.arange(rows), blank, [], batch))
 
     def _take_up(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint. Fails somehow on one that lacks something."""
@@ -480,8 +487,9 @@ class Run:
         good = f"The last good checkpoint is {saved[-1]}." if saved else "There is no checkpoint yet."
         raise RunError(
             f"{what} {good} Usually the learning rate is too high: start again with "
-            f"--optimisation.learning-rate {self.experiment.learning_rate / 3:.2g}, with --optimisation.warm-up 0.05, "
-            "or with a higher --objective.tau-instance. If it happens at once, look at the images."
+            f"--optimisation.learning-rate {self.experiment.learning_rate / 3:.2g}, or with "
+            f"{', or with '.join(('--optimisation.warm-up 0.05', *self.experiment.method.remedies('diverged')))}. "
+            "If it happens at once, look at the images."
         )
 
     def _introduce(self, splits: DataSplits, device: torch.device) -> None:
@@ -494,11 +502,11 @@ class Run:
             name = f"{self.processes.count} processes with {name} each"
         length = f"{experiment.epochs} epoch{'s' if experiment.epochs > 1 else ''} of {self.steps_per_epoch:,} steps"
         self.display.say(
-            f"{experiment.recipe}: {splits.description}; {experiment.encoder.backbone}, {length}, "
+            f"{experiment.recipe}: {splits.description}; {experiment.network.backbone}, {length}, "
             f"batch {experiment.batch_size}, on {name}. Writing to {self.folder}."
         )
         self.display.say(self.input)
-        if experiment.views.earlier_sizes:
+        if experiment.earlier_sizes:
             self.display.say(growth(experiment))
         wanted = experiment.execution.step
         if wanted != "auto" and wanted != trainer.kind:
@@ -509,12 +517,20 @@ class Run:
             self.display.say(about_precision)
         if trainer.step:
             self.display.say(f"Going on from step {trainer.step:,} of {trainer.steps:,}.")
-        if experiment.negatives.source == "queue" and experiment.negatives.size > len(self.train):
-            self.display.say(
-                f"Note: the queue holds {experiment.negatives.size:,} keys and the data set only {len(self.train):,} "
-                "images, so every image meets older keys of itself as negatives. "
-                f"--negatives.size {max(1, len(self.train) // 2)} or less avoids it."
-            )
+        for note in experiment.method.notes(len(self.train)):
+            self.display.say(note)
+
+
+def _labels(experiment: Experiment, source: ImageSource) -> Tensor | None:
+    """The labels of the images, where the method asks for them."""
+    if not experiment.method.needs_labels:
+        return None
+    if source.labels is None:
+        raise UserError(
+            f"The method {experiment.method.name} learns from labels, and {experiment.data} has none. Give images in "
+            "sub-folders, one for each class, or another method."
+        )
+    return torch.from_numpy(source.labels).long()
 
 
 def precision_advice(device: torch.device, wanted: Precision, continued: bool) -> str | None:
@@ -546,7 +562,7 @@ def growth(experiment: Experiment) -> str:
 
 def work(experiment: Experiment, steps_per_epoch: int) -> Work:
     """Of a number of steps how many steps of full size take as long: a step goes with the pixels of its views."""
-    of_epoch = [steps_per_epoch * (size / experiment.views.size) ** 2 for size in experiment.view_sizes]
+    of_epoch = [steps_per_epoch * (size / experiment.size) ** 2 for size in experiment.view_sizes]
     before_epoch = [0.0, *accumulate(of_epoch)]
 
     def of_first(steps: int) -> float:
@@ -559,14 +575,15 @@ def work(experiment: Experiment, steps_per_epoch: int) -> Work:
 class Interval:
     """What happens between two lines of the log. Measurements stay on the device until they are asked for."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, names: tuple[str, ...]) -> None:
         self.device = device
+        self.names = names
         self._start()
 
     def _start(self) -> None:
         self.started = time.perf_counter()
         self.waits: list[tuple[Moment, Moment]] = []  # for each batch when it was asked for, and when it came
-        self.measured: list[Tensor] = []  # of each step what `MEASURED` names, [5]
+        self.measured: list[Tensor] = []  # of each step what `names` says, [M]
         self.batches: list[Tensor] = []  # of each step this process's images, [b]
         self.images = 0  # of all processes
 
@@ -601,7 +618,7 @@ class Interval:
 
     def averages(self) -> dict[str, float]:
         """What is written to the log; then counting starts anew."""
-        values = dict(zip(MEASURED, torch.stack(self.measured).mean(dim=0).tolist(), strict=True))
+        values = dict(zip(self.names, torch.stack(self.measured).mean(dim=0).tolist(), strict=True))
         elapsed = time.perf_counter() - self.started
         waited = sum(asked.until(came) for asked, came in self.waits)
         values |= {"images_per_second": self.images / elapsed, "waiting": min(1.0, waited / elapsed)}
@@ -620,8 +637,8 @@ def _explained(run: Path) -> Iterator[None]:
         if not ran_out_of_memory(error):
             raise
         raise RunError(
-            "The machine's memory ran out. A smaller --batch-size, --views.size, --negatives.size or "
-            "--encoder.dimension takes less of it; each makes another run: start it with another --out."
+            "The machine's memory ran out. A smaller --batch-size or --size takes less of it, as does a smaller method "
+            "(its queue, its dimension); each makes another run: start it with another --out."
         ) from error
     except OSError as error:
         gone = error.errno == errno.ENOENT and not os.path.exists(run / CONFIG)  # or it is another file that is missing
@@ -645,18 +662,14 @@ def memory_advice(run: Path) -> str:
     experiment = read_experiment(run / CONFIG)
     total = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else 0
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    queue = 0  # bytes
-    if experiment.negatives.source == "queue":
-        queue = experiment.negatives.size * experiment.encoder.dimension * 4  # float32
-    activations = max(0, peak - queue)  # nearly all of the rest, and proportional to the batch
     half = experiment.batch_size // 2
-    smaller = max(32, experiment.views.size * 3 // 4)
-    shorter = f"  --negatives.size {experiment.negatives.size // 2} frees about {queue / 2 / 2**30:.2f} GiB\n"
+    smaller = max(32, experiment.size * 3 // 4)
+    others = "".join(f"  {words} takes less, too\n" for words in experiment.method.remedies("memory"))
     return (
         f"The GPU's memory ({total / 2**30:.0f} GiB) ran out; the run had reached {peak / 2**30:.1f} GiB. What helps:\n"
-        f"  --batch-size {half} frees about {activations / 2 / 2**30:.1f} GiB (the learning rate follows)\n"
-        f"  --views.size {smaller} frees about {activations * 7 / 16 / 2**30:.1f} GiB\n"
-        f"{shorter if queue else ''}"
+        f"  --batch-size {half} frees about {peak / 2 / 2**30:.1f} GiB (the learning rate follows)\n"
+        f"  --size {smaller} frees about {peak * 7 / 16 / 2**30:.1f} GiB\n"
+        f"{others}"
         "These make another run: start it with another --out. Another program on the same GPU is worth a look too "
         "(nvidia-smi)."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Protocol, cast
 
 from rich.console import Console
@@ -18,6 +18,7 @@ from rich.progress import (
 from rich.text import Text
 
 from co2.machine.terminal import Lasting
+from co2.measures.metric import HEALTH, LOSS, Metric
 
 # Of a number of steps how long the first so many take, in any unit: time left is shown by it.
 Work = Callable[[int], float]
@@ -48,8 +49,8 @@ class Display(Protocol):
 class Bar:
     """For people at a terminal, which they may close."""
 
-    def __init__(self, epochs: int) -> None:
-        self.epochs = epochs
+    def __init__(self, epochs: int, metrics: Sequence[Metric]) -> None:
+        self.epochs, self.metrics = epochs, metrics
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -83,14 +84,10 @@ class Bar:
         self.progress.console.print(Text(text))  # names of files may look like markup
 
     def interval(self, step: int, values: Mapping[str, float]) -> None:
-        numbers = (
-            f"L_ins {values['instance']:.3f}  L_con {values['consistency']:.3f}  "
-            f"found {values['top1']:.1%}  {values['images_per_second']:,.0f} images/s"
-        )
-        self._stands_at(step, numbers)
+        self._stands_at(step, f"{in_line(self.metrics, values)}  {values['images_per_second']:,.0f} images/s")
 
     def epoch(self, number: int, values: Mapping[str, float]) -> None:
-        self.progress.console.print(epoch_line(number, self.epochs, values))
+        self.progress.console.print(epoch_line(number, self.epochs, values, self.metrics))
 
     def close(self) -> None:
         self.progress.stop()
@@ -99,8 +96,8 @@ class Bar:
 class Lines:
     """For log files: a line at the end of each epoch."""
 
-    def __init__(self, epochs: int) -> None:
-        self.epochs = epochs
+    def __init__(self, epochs: int, metrics: Sequence[Metric]) -> None:
+        self.epochs, self.metrics = epochs, metrics
         self.step = 0
         self.intervals: list[tuple[int, Mapping[str, float]]] = []  # of the epoch: how many steps, and their averages
         self.log = Lasting(sys.stdout)
@@ -119,7 +116,7 @@ class Lines:
         self.step = step
 
     def epoch(self, number: int, values: Mapping[str, float]) -> None:
-        self.say(epoch_line(number, self.epochs, {**self._averages(), **values}))
+        self.say(epoch_line(number, self.epochs, {**self._averages(), **values}, self.metrics))
         self.intervals = []
 
     def _averages(self) -> dict[str, float]:
@@ -153,20 +150,27 @@ class Quiet:
         pass
 
 
-def epoch_line(number: int, epochs: int, values: Mapping[str, float]) -> str:
+def in_line(metrics: Sequence[Metric], values: Mapping[str, float]) -> str:
+    """Those that have a symbol: L_ins 6.180  found 35.1%. The loss, where none of them has."""
+    shown = [metric for metric in metrics if metric.symbol and metric.name in values]
+    if not any(metric.symbol for metric in metrics) and "loss" in values:
+        shown = [LOSS]
+    return "  ".join(f"{metric.symbol} {metric.shown(values[metric.name])}" for metric in shown)
+
+
+def epoch_line(number: int, epochs: int, values: Mapping[str, float], metrics: Sequence[Metric]) -> str:
     """An epoch in one line."""
-    parts = [f"epoch {number}/{epochs}"]
-    if "instance" in values:
-        parts.append(f"L_ins {values['instance']:.3f}  L_con {values['consistency']:.3f}  found {values['top1']:.1%}")
-    if "effective_rank" in values:
-        parts.append(f"effective rank {values['effective_rank']:.1f}")
-    if "knn_top1" in values:
-        parts.append(f"kNN {values['knn_top1']:.1%}, of embeddings {values['knn_embedding_top1']:.1%}")
+    health = ", ".join(
+        f"{metric.symbol} {metric.shown(values[metric.name])}"
+        for metric in HEALTH
+        if metric.symbol and metric.name in values
+    )
+    parts = [f"epoch {number}/{epochs}", in_line(metrics, values), health]
     if "images_per_second" in values:
         parts.append(f"{values['images_per_second']:,.0f} images/s, {values['waiting']:.0%} waiting for data")
-    return "   ".join(parts)
+    return "   ".join(part for part in parts if part)
 
 
-def choose_display(epochs: int) -> Display:
+def choose_display(epochs: int, metrics: Sequence[Metric]) -> Display:
     """A bar where somebody is looking, lines where not."""
-    return Bar(epochs) if sys.stdout.isatty() else Lines(epochs)
+    return Bar(epochs, metrics) if sys.stdout.isatty() else Lines(epochs, metrics)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from co2.checkpoint import BACKBONE, CHECKPOINTS, CONFIG, remove_unfinished
-from co2.config import Experiment, differences, read_experiment
 from co2.data.source import ImageSource
 from co2.errors import RunError, UserError
+from co2.experiment import Experiment, differences, read_experiment
 from co2.files import (
     MissingFile,
     TakenError,

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from co2 import philox
 from co2.checkpoint import load_weights
-from co2.config import Experiment
 from co2.engine.capture import CapturedStep
 from co2.engine.distributed import ALONE, Processes
-from co2.engine.mechanisms import build_mechanism
 from co2.engine.optimisers import build_optimiser
-from co2.engine.schedule import consistency_weight, learning_rate
-from co2.engine.specification import ExecutionSpecification, Precision, Step
+from co2.engine.schedule import learning_rate
 from co2.errors import UserError
-from co2.objective.contrast import contrast
+from co2.experiment import Execution, Experiment, Precision, StepKind
+from co2.method import Draw, Method, Output, Step
+from co2.networks.backbones import UnsuitableViewSizeError, build_backbone, check_view_size
+from co2.networks.parts import Parts
 from co2.views.loader import Batch
 from co2.views.transform import normalise_for_convolutions
-
-# What a step reports, in this order.
-MEASURED = ("loss", "instance", "consistency", "top1", "top5")
 
 # torch 2.11's compiler fails on statistics in groups when it also tries to join sums along different axes.
 _COMPILER: dict[str, str | int | bool | Callable[..., Any]] = {"triton.mix_order_reduction": False}
 _STEPS_DRAWN = 256  # ahead, of what is random about them
 
 
-def check_execution(execution: ExecutionSpecification, device: torch.device) -> None:
+def check_execution(execution: Execution, device: torch.device) -> None:
     """Steps are only captured or compiled on GPUs, and only in bfloat16 there."""
     if execution.step in ("captured", "compiled") and device.type != "cuda":
         raise UserError(f"A step is only {execution.step} on a GPU. Use eager or auto on this device, {device}.")
@@ -53,6 +51,46 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, torch.cuda.default_generators[number]]
 
 
+def measured(method: Method) -> tuple[str, ...]:
+    """What a step of a method reports, in this order."""
+    return ("loss", *(metric.name for metric in method.metrics))
+
+
+def build_networks(experiment: Experiment, images: int, classes: int | None = None) -> Any:
+    """All that the method of an experiment learns or keeps on a data set of `images` images, fresh from the seed."""
+    network, size = experiment.network, experiment.size
+    generator = torch.Generator().manual_seed(experiment.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(experiment.seed)
+        backbone = lambda: build_backbone(network.backbone, network.stem, size)  # noqa: E731
+        nets: Any = experiment.method.build(Parts(backbone, images, classes, generator))
+        for smaller in experiment.earlier_sizes:
+            try:
+                check_view_size(nets["encoder"].backbone, network.backbone, smaller)
+            except UnsuitableViewSizeError as error:
+                raise error.by("--earlier-sizes") from error
+    return nets
+
+
+def stream_of(name: str, draw: Draw) -> int:
+    """Philox's stream of what a method draws: its own, or one made from the name, above all that have numbers."""
+    if draw.stream is not None:
+        return int(draw.stream)
+    return 1 << 31 | int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
+
+
+class _Forward(nn.Module):
+    """The loss of a method as a module of its networks, which is what can be made parallel."""
+
+    def __init__(self, method: Method, nets: nn.ModuleDict) -> None:
+        super().__init__()
+        self.method = method
+        self.nets = nets
+
+    def forward(self, step: Step) -> Output:
+        return self.method.loss(self.nets, step)
+
+
 class Trainer:
     """Everything that changes during a run."""
 
@@ -64,65 +102,91 @@ class Trainer:
         device: torch.device,
         processes: Processes = ALONE,
         tell: Callable[[str], None] = lambda text: None,
+        labels: Tensor | None = None,
+        lap: Callable[[str], None] = lambda part: None,
     ) -> None:
-        self.experiment = experiment
+        """
+        Args:
+            tell: takes sentences for the user.
+            labels: int64 [N], of the images, where the method needs them.
+            lap: called after each part of a step with its name; a stopwatch may stand here.
+        """
+        self.experiment, self.method = experiment, experiment.method
         self.steps = steps
         self.device = device
         self.processes = processes
         on_gpu = device.type == "cuda"
-        self.mechanism = processes.each(lambda: build_mechanism(experiment, images)).to(device)
-        self.mechanism.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as convolutions want it
+        classes = None if labels is None else int(labels.max()) + 1
+        self.labels = None if labels is None else labels.to(device)
+        self.nets: Any = processes.each(lambda: build_networks(experiment, images, classes)).to(device)
+        self.nets.to(memory_format=torch.channels_last)  # as convolutions want it
         if on_gpu:
             # Shapes do not change, so the fastest algorithm is worth a search; but it may add up in any order.
             torch.backends.cudnn.benchmark = not experiment.execution.deterministic
             torch.backends.cudnn.deterministic = experiment.execution.deterministic
-        processes.divide_statistics(self.mechanism, experiment.encoder.groups)
-        self.compare = processes.data_parallel(self.mechanism)
-        # Where a captured step reads them: what changes from step to step.
-        self.rate = torch.zeros((), device=device) if on_gpu else 0.0
-        self.alpha = torch.zeros((), device=device)
-        self.optimiser = build_optimiser(self.mechanism, experiment.optimisation, self.rate)
+        processes.divide_statistics(self.nets, experiment.network.groups)
+        self.forward = processes.data_parallel(_Forward(self.method, self.nets))
+        self._views = experiment.views()
+        self.schedules, self.draws, self.own_rates = self.method.schedules(), self.method.draws(), self.method.rates()
+        self._drawn_each_step = [name for name, draw in self.draws.items() if draw.every == "step"]
+        # What changes from step to step lies where a captured step reads it.
+        self.numbers = {name: torch.zeros((), device=device) for name in self.schedules}
+        self.rates: dict[str, Tensor | float] = {
+            name: torch.zeros((), device=device) if on_gpu else 0.0 for name in ("", *self.own_rates)
+        }
+        self.optimiser, self._rate_of_group = build_optimiser(self.nets, experiment.optimisation, self.rates)
         self.precision = precision_on(device, experiment.execution.precision)
         self.autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == torch.bfloat16)
         self.step = 0
         self.images = images
         self._generators = _generators(device)
         self._layers_draw: bool | None = None  # dropout, say; the first step shows it
-        self._chances: dict[int, tuple[int, Tensor]] = {}  # by size of the batch: the first step, and [T, X]
+        self._drawn: dict[tuple[str, int], tuple[int, Tensor]] = {}  # by name and size of the batch: first step, [T, X]
+        self._lap = lap
         self.kind = self._kind_of_step()
         if self.kind == "compiled":
-            self.mechanism.compile(options=_COMPILER)
+            for network in self.nets.values():
+                network.compile(options=_COMPILER)
         self._captured = None if self.kind == "eager" else CapturedStep(self._advance, tell)
         self._tell = tell
-        self.mechanism.train()
+        self.nets.train()
 
-    def _kind_of_step(self) -> Step:
+    def _kind_of_step(self) -> StepKind:
         """Captured on a GPU that works alone; between processes, and on CPUs, as it is written."""
         if self.device.type != "cuda" or self.processes.count > 1:
             return "eager"
         wanted = self.experiment.execution.step
         return "captured" if wanted == "auto" else wanted
 
-    def learning_rate(self) -> float:
-        """The learning rate of the coming step."""
-        return learning_rate(self.experiment.optimisation, self.experiment.learning_rate, self.step, self.steps)
+    def learning_rate(self, network: str = "") -> float:
+        """The learning rate of the coming step, of a network that has one of its own or of all others."""
+        settings, peak = self.experiment.optimisation, self.experiment.learning_rate
+        return learning_rate(settings, peak, self.step, self.steps, self.own_rates.get(network))
+
+    @property
+    def done(self) -> float:
+        """Share of the run that lies behind the coming step."""
+        return self.step / self.steps
 
     def train_step(self, batch: Batch) -> Tensor:
-        """One step of the method. Returns what `MEASURED` names, [5], still on the device.
+        """One step of the method. Returns what `measured` names, [M], still on the device.
 
         Of several processes each has b of the B images; the mean of what they return is that of the batch.
         """
-        self._set_rate(self.learning_rate())
-        self.alpha.fill_(consistency_weight(self.experiment.objective, self.step, self.steps))
-        moved = [view.to(self.device, non_blocking=True) for view in batch.views]  # [b, 3, S, S] uint8 each
-        views = torch.stack(moved)  # [V, b, 3, S, S]
-        images = batch.indices.to(self.device, non_blocking=True)  # [b]
-        self._share = self.processes.share(batch.total, self.experiment.encoder.groups)
+        self._set_rates()
+        for name, schedule in self.schedules.items():
+            self.numbers[name].fill_(schedule(self.done))
+        made = batch.made or ({},) * len(batch.views)
+        self._made = [tuple(drawn) for drawn in made]  # the names, of each view
+        inputs = (batch.indices, *batch.views, *(one for drawn in made for one in drawn.values()))
+        on_device = [one.to(self.device, non_blocking=True) for one in inputs]
+        self._share = self.processes.share(batch.total, self.experiment.network.groups)
         with self._layers_seeded():
             take_step = self._captured or self._advance
-            measured = take_step(views, images, self._chance(batch.total))
+            self._on_host = dict(zip(self._drawn_each_step, self._random(batch.total), strict=True))
+            found = take_step(*on_device, *(one.to(self.device, non_blocking=True) for one in self._on_host.values()))
         self.step += 1
-        return measured
+        return found
 
     @contextmanager
     def _layers_seeded(self) -> Iterator[None]:
@@ -150,55 +214,76 @@ class Trainer:
                     "steps are not captured in a CUDA graph but run as they are, more slowly."
                 )
 
-    def _advance(self, views: Tensor, images: Tensor, chance: Tensor) -> Tensor:
-        """The step itself, from tensors alone, so that it can be captured."""
-        objective, share, lap = self.experiment.objective, self._share, self.mechanism.lap
-        lap("start")
-        numbers = self._numbers(self.mechanism.arrange(views, share, chance))  # [V, b, 3, S, S]
-        lap("views")
+    def _advance(self, images: Tensor, *loaded: Tensor) -> Tensor:
+        """The step itself, from tensors alone, so that it can be captured: images [b], views, and what is drawn."""
+        self._lap("start")
+        step = self._step(images, *loaded)
+        self._lap("views")
         with self.autocast:
-            comparison = self.compare(numbers, images, share, chance)
-        terms = contrast(
-            *comparison[:3],
-            exclude=comparison.exclude,
-            tau_instance=objective.tau_instance,
-            tau_consistency=objective.tau_consistency,
-            label_smoothing=objective.label_smoothing,
-            detach_target=objective.detach_target,
-            backend=objective.backend,
-        )
-        assert terms.consistency is not None
-        instance, consistency = terms.instance.mean(), terms.consistency.mean()
-        # Without CO2 the consistency term is still measured, as in the paper's training curves, but not trained on.
-        loss = instance + self.alpha * consistency if objective.alpha > 0 else instance
-        loss = self.mechanism.directions * loss
-        lap("loss")
+            output = self.forward(step)
+        self._lap("forward")
         self.optimiser.zero_grad(set_to_none=True)
-        (loss * share.weight).backward()
-        lap("backward")
+        (output.loss * self._share.weight).backward()
+        self._lap("backward")
+        self._clip()
         self.optimiser.step()
-        lap("optimiser")
-        self.mechanism.update(comparison, images, share)
-        lap("momentum encoder and negatives")
+        self._lap("optimiser")
+        with torch.no_grad():
+            kept = {name: tensor.detach() for name, tensor in output.kept.items()}
+            self.method.update(self.nets, step, Output(output.loss.detach(), {}, kept))
+        self._lap("update")
+        reported = [output.loss, *(output.metrics[metric.name] for metric in self.method.metrics)]
+        return torch.stack([one.detach() for one in reported]) * self._share.weight
 
-        top1, top5 = (terms.rank < 1).float().mean(), (terms.rank < 5).float().mean()
-        return torch.stack([loss.detach(), instance.detach(), consistency.detach(), top1, top5]) * share.weight
+    def _step(self, images: Tensor, *loaded: Tensor) -> Step:
+        """What the method gets to see of a batch."""
+        views, rest = loaded[: len(self._made)], iter(loaded[len(self._made) :])
+        made = tuple({name: next(rest) for name in names} for names in self._made)
+        random = {name: next(rest) for name in self._drawn_each_step}
+        return Step(
+            views=tuple(self._feed(number, pictures) for number, pictures in enumerate(views)),
+            made=made,
+            images=images,
+            labels=None if self.labels is None else self.labels[images],
+            share=self._share,
+            numbers=self.numbers,
+            random=random,
+            loaded=views,
+            feed=self._feed if self.processes.count > 1 else None,
+            on_host=self._on_host if self.processes.count > 1 else {},
+        )
 
-    def _chance(self, total: int) -> Tensor:
-        """What is random about the coming step beside the views: [X]. For a process alone on the device it works on."""
-        first, drawn = self._chances.get(total, (0, torch.empty(0)))
-        if not first <= self.step < first + len(drawn):
-            device = self.device if self.processes.count == 1 else "cpu"
-            steps = torch.arange(self.step, self.step + _STEPS_DRAWN, device=device)
-            first, drawn = self._chances[total] = self.step, self.mechanism.chances(steps, total)
-        return drawn[self.step - first]
+    def _feed(self, view: int, pictures: Tensor) -> Tensor:
+        """What networks are fed: uint8 pictures [b, 3, S, S] or [b, k, 3, s, s] of a view as numbers."""
+        fed = normalise_for_convolutions(pictures.flatten(0, -4), self._views[view], self.precision)
+        return fed if pictures.dim() == 4 else fed.unflatten(0, pictures.shape[:-3])
 
-    def _set_rate(self, rate: float) -> None:
-        if isinstance(self.rate, Tensor):
-            self.rate.fill_(rate)  # where a captured step reads it
-        else:
-            for group in self.optimiser.param_groups:
-                group["lr"] = rate
+    def _clip(self) -> None:
+        longest = self.experiment.optimisation.clip
+        if longest is not None:
+            torch.nn.utils.clip_grad_norm_((one for one in self.nets.parameters() if one.grad is not None), longest)
+
+    def _random(self, total: int) -> list[Tensor]:
+        """What is random about the coming step beside the views: [X] each. For a process alone on the device it works
+        on; for many steps at once, because on a GPU the hundreds of small operations cost more than a step."""
+        device = self.device if self.processes.count == 1 else "cpu"
+        rows = []
+        for name in self._drawn_each_step:
+            first, drawn = self._drawn.get((name, total), (0, torch.empty(0)))
+            if not first <= self.step < first + len(drawn):
+                steps = torch.arange(self.step, self.step + _STEPS_DRAWN, device=device)
+                stream = stream_of(name, self.draws[name])
+                drawn = self.draws[name].numbers(self.experiment.seed, stream, steps, total, self.images)
+                first, _ = self._drawn[name, total] = self.step, drawn
+            rows.append(drawn[self.step - first])
+        return rows
+
+    def _set_rates(self) -> None:
+        for name, rate in self.rates.items():
+            now = self.learning_rate(name)
+            self.rates[name] = rate.fill_(now) if isinstance(rate, Tensor) else now
+        for group, name in zip(self.optimiser.param_groups, self._rate_of_group, strict=True):
+            group["lr"] = self.rates[name]
 
     def rehearse(self, batch: Batch) -> None:
         """Take a step and take it back, to see now and not in the middle of the run whether there is memory for it."""
@@ -208,20 +293,14 @@ class Trainer:
 
     def is_finite(self) -> bool:
         """Whether all that the method has learnt or keeps is numbers: weights, statistics, queue, bank."""
-        tensors = self.mechanism.state_dict().values()
+        tensors = self.nets.state_dict().values()
         numbers = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
         largest = torch._foreach_norm(numbers, torch.inf)  # of each tensor; NaN if there is one in it
         return bool(torch.stack([number.isfinite() for number in largest]).all())  # waits for the device once
 
     def settle(self) -> None:
         """Make the networks the same in all processes, down to running statistics, before one is looked at."""
-        self.processes.average_statistics(self.mechanism)
-
-    def _numbers(self, views: Tensor) -> Tensor:
-        """What the encoders are fed: normalised views [V, b, 3, S, S], each view in channels-last memory."""
-        # uint8 travels to the device, and between processes: a quarter of the bytes of the numbers it becomes here.
-        numbers = normalise_for_convolutions(views.flatten(0, 1), self.experiment.views, self.precision)
-        return numbers.unflatten(0, views.shape[:2])
+        self.processes.average_statistics(self.nets)
 
     def state(self) -> dict[str, Any]:
         """Everything that a continued run needs: tensors and plain values only."""
@@ -231,14 +310,14 @@ class Trainer:
             "experiment": self.experiment.to_json(),
             "images": self.images,
             "step": self.step,
-            "mechanism": self.mechanism.state_dict(),
+            "nets": self.nets.state_dict(),
             "optimiser": optimiser | {"param_groups": groups},
         }  # and nothing random: that is a function of the seed and the step
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
         self.step = state["step"]
-        load_weights(self.mechanism, state["mechanism"])
+        load_weights(self.nets, state["nets"])
         own = [(group["lr"], group.get("fused")) for group in self.optimiser.param_groups]
         self.optimiser.load_state_dict(state["optimiser"])
         for group, (rate, fused) in zip(self.optimiser.param_groups, own, strict=True):

@@ -6,25 +6,11 @@ is as in the work that it follows, and said so. Nothing here imports torch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from co2.errors import UserError
-
-# What can be asked of a setting, in the words for it. NaN is no number of any kind.
-RANGES = {
-    "at least 0": lambda value: 0 <= value < math.inf,
-    "at least 1": lambda value: 1 <= value < math.inf,
-    "at least 2": lambda value: 2 <= value < math.inf,
-    "at least 3": lambda value: 3 <= value < math.inf,
-    "above 0": lambda value: 0 < value < math.inf,
-    "above 0 and at most 1": lambda value: 0 < value <= 1,
-    "from 0 to below 1": lambda value: 0 <= value < 1,
-    "from 0 to 1": lambda value: 0 <= value <= 1,
-    "between 0 and 1": lambda value: 0 < value < 1,
-    "from 0 to 100": lambda value: 0 <= value <= 100,
-}
+from co2.schema import RANGES
 
 
 def check(protocol: str, settings: Any, wanted: str, *names: str) -> None:

@@ -27,14 +27,16 @@ from torchvision.models import list_models
 from torchvision.models.resnet import ResNet
 
 from co2.checkpoint import BACKBONE, checkpoints, describe_backbone, load_weights, read_checkpoint
-from co2.config import Experiment
 from co2.errors import UserError, did_you_mean
 from co2.evaluation.presets import MOCO_V1, MOCO_V2
+from co2.experiment import Experiment
 from co2.files import UnreadableFile, parse_json
 from co2.networks.backbones import UnsuitableViewSizeError, build_backbone, feature_width, outline
-from co2.networks.encoder import Encoder, build_head
-from co2.networks.specification import Stem
+from co2.networks.encoder import Embedder
+from co2.networks.heads import layers_like
+from co2.networks.settings import Stem
 from co2.networks.weights import StoredTensor, describe_pickled, misfits, read_tensors, some
+from co2.runs import upgrade
 from co2.views.view import VIEW_SIZES, View, crop_and_flip
 
 PAPER_BACKBONE = "torchvision/resnet50"
@@ -73,9 +75,9 @@ class Subject:
         load_weights(module, self.weights, strict=classes == 0)  # all but the classifier, as open_subject saw
         if not self.head or classes:
             return module
-        head = _empty_head(self.head)
+        head = self._empty_head()
         load_weights(head, self.head)
-        return Encoder(module, head)
+        return Embedder(module, head)
 
     def spatial(self) -> ResNet:
         """A new module with the subject's weights, for protocols that need conv1 to layer4 one by one."""
@@ -91,7 +93,14 @@ class Subject:
     def width(self) -> int:
         """Length of the pooled features, or of the embeddings."""
         if self.head:
-            return len(self.head["weight" if "weight" in self.head else "2.weight"])
+            layers = layers_like(self.head, self._features, _WIDEST_LAYER)
+            assert layers is not None
+            return layers.widths[-1] or 0
+        return self._features
+
+    @cached_property
+    def _features(self) -> int:
+        """Length of the pooled features."""
         return feature_width(outline(self.backbone, self.stem, self.view_size))
 
     @property
@@ -111,6 +120,12 @@ class Subject:
         (the paper's appendix). Crops as for supervised training on ImageNet, from 8% of the area."""
         return crop_and_flip(View(size=self.view_size, crop_scale=(0.08, 1.0), mean=self.mean, std=self.std))
 
+    def _empty_head(self) -> nn.Module:
+        """A head of the kind that has a state dict like this one's."""
+        layers = layers_like(self.head, self._features, _WIDEST_LAYER)
+        assert layers is not None, "open_subject has seen to that"
+        return layers.make(self._features)
+
     def random(self, seed: int = 0) -> Subject:
         """The same architecture with random weights: what a subject is compared with."""
         fresh = _fresh_weights(self.backbone, self.stem, self.view_size, seed)
@@ -118,7 +133,7 @@ class Subject:
         if self.head:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                head = _empty_head(self.head).state_dict()
+                head = self._empty_head().state_dict()
         return replace(self, name="random", weights=fresh, head=head, steps=None, drawn_from=seed)
 
 
@@ -214,12 +229,12 @@ def _pickled(path: Path) -> Subject:
     """A checkpoint of this program, or of the MoCo authors'."""
     own = path.parent.name == "checkpoints" and path.suffix == ".pt"
     try:
-        state: Any = read_checkpoint(path, describe_pickled) if own else describe_pickled(path)
+        state: Any = read_checkpoint(path, describe_pickled) if own else upgrade.state(describe_pickled(path))
     except UnreadableFile as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
     if not isinstance(state, dict):
         raise UserError(f"{path} holds a {type(state).__name__}, not a checkpoint.")
-    if "experiment" in state and "mechanism" in state:
+    if "experiment" in state and "nets" in state:
         return _training_checkpoint(path, state)
     if "state_dict" in state:
         return _moco_checkpoint(path, state)
@@ -233,17 +248,20 @@ def _training_checkpoint(path: Path, state: Mapping[str, Any]) -> Subject:
     steps = state.get("step")
     if not isinstance(state["experiment"], str) or not isinstance(steps, int):
         raise UserError(f"{path} is not a checkpoint of `co2 pretrain`: it does not say of which run, and which step.")
-    experiment = Experiment.from_json(state["experiment"])
-    mechanism = state["mechanism"]
+    try:
+        experiment = Experiment.from_json(state["experiment"])
+    except UserError as error:
+        raise UserError(f"{path} is damaged, or no checkpoint that this version reads: {error}") from error
+    nets = state["nets"]
     return Subject(
         name=str(path),
-        backbone=experiment.encoder.backbone,
-        weights=_tensors(path, "mechanism", mechanism, "encoder.backbone."),
-        head=_tensors(path, "mechanism", mechanism, "encoder.head."),
-        stem=_stem_as_trained(experiment.encoder.stem, experiment.views.size),
-        view_size=experiment.views.size,
-        mean=experiment.views.mean,
-        std=experiment.views.std,
+        backbone=experiment.network.backbone,
+        weights=_tensors(path, "nets", nets, "encoder.backbone."),
+        head=_tensors(path, "nets", nets, "encoder.head."),
+        stem=_stem_as_trained(experiment.network.stem, experiment.size),
+        view_size=experiment.size,
+        mean=experiment.plain.mean,
+        std=experiment.plain.std,
         steps=steps,
         recipe=experiment.recipe,
     )
@@ -280,15 +298,6 @@ def _tensors(path: Path, name: str, entries: Any, prefix: str = "") -> dict[str,
                 f"{path} is damaged, or no checkpoint: {some([key])} in its {name} is no dense tensor of plain numbers."
             )
     return {key.removeprefix(prefix): value for key, value in found.items()}
-
-
-def _empty_head(like: Mapping[str, Tensor]) -> nn.Module:
-    """A head of the kind that has a state dict like this: one layer, or two."""
-    if "weight" in like:
-        dimension, width = like["weight"].shape
-        return build_head(width, None, dimension)
-    hidden, width = like["0.weight"].shape
-    return build_head(width, hidden, like["2.weight"].shape[0])
 
 
 def _model(backbone: str, weights: str, seed: int, view_size: int | None) -> Subject:
@@ -394,15 +403,12 @@ def _checked(subject: Subject, view_size: int | None) -> Subject:
 
 
 def _is_head(entries: Mapping[str, Any], width: int) -> bool:
-    """Whether these are the weights of one layer, or of two, on features of this width. Files may claim any shape."""
-    if not all(0 < side <= _WIDEST_LAYER for tensor in entries.values() for side in tensor.shape):
+    """Whether these are the weights of a head on features of this width. Files may claim any shape."""
+    layers = layers_like(entries, width, _WIDEST_LAYER)
+    if layers is None:
         return False
-    try:
-        with torch.device("meta"):
-            wanted = _empty_head(entries).state_dict()
-    except (KeyError, ValueError, IndexError):
-        return False
-    return next(iter(wanted.values())).shape[1] == width and not misfits(entries, wanted)
+    with torch.device("meta"):
+        return not misfits(entries, layers.make(width).state_dict())
 
 
 def _three(numbers: Sequence[float]) -> tuple[float, float, float]:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from co2.checkpoint import CONFIG, checkpoints
-from co2.config import read_experiment
 from co2.data.open import DataSplits, is_address, open_data
 from co2.errors import RunError, UserError, did_you_mean
 from co2.evaluation.presets import AFTER_STEPS, ALL, PROTOCOLS, Preset, check_given, protocol_called, settings_of
 from co2.evaluation.progress import SILENT, Progress
 from co2.evaluation.protocol import Evaluation
 from co2.evaluation.subject import SEEDS, Subject, open_subject
+from co2.experiment import read_experiment
 from co2.files import MissingFile
 from co2.machine.device import ran_out_of_memory
 from co2.machine.memory import freed_memory_kept

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from co2.errors import UserError, did_you_mean
-from co2.networks.specification import Stem
+from co2.networks.settings import Stem
 
 NARROW_RESNET = "co2/resnet10-narrow"
 
@@ -127,7 +127,7 @@ def torchvision_names() -> list[str]:
 class UnsuitableViewSizeError(UserError):
     """A backbone does not take views of the size asked for."""
 
-    def __init__(self, backbone: str, view_size: int, error: BaseException, setting: str = "--views.size") -> None:
+    def __init__(self, backbone: str, view_size: int, error: BaseException, setting: str = "--size") -> None:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         super().__init__(
             f"The backbone '{backbone}' does not take views of {view_size} x {view_size} pixels ({reason}). "
@@ -206,7 +206,7 @@ def _fit_small_stem(model: nn.Module, name: str, stem: Stem, view_size: int) -> 
     """For small images: a 3x3 convolution of stride 1 or 2, and no pooling, at the entrance of a ResNet."""
     if not _is_resnet(model):
         raise UserError(
-            f"The '{stem}' stem is for ResNets, and '{name}' is none. Give --encoder.stem standard, or a ResNet."
+            f"The '{stem}' stem is for ResNets, and '{name}' is none. Give --network.stem standard, or a ResNet."
         )
     stride = {"small-stride-1": 1, "small-stride-2": 2, "small": 1 if view_size <= 40 else 2}[stem]
     entrance = model.conv1

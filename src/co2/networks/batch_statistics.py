@@ -36,14 +36,20 @@ def group_batch_statistics(module: nn.Module, groups: int) -> None:
         elif isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm) and groups > 1:
             layer.__class__ = _mixed(GroupedStatistics, type(layer))
             assert isinstance(layer, GroupedStatistics)
-            layer.groups = groups
+            layer.groups, layer.rows_per_image = groups, 1
 
 
-def keep_views_together(module: nn.Module, views: int) -> None:
-    """Where `views` consecutive rows of a batch show one image, let no group begin in the middle of an image."""
-    for layer in module.modules():
-        if isinstance(layer, GroupedStatistics):
-            layer.rows_per_image = views
+@contextmanager
+def views_together(module: nn.Module, views: int) -> Iterator[None]:
+    """Inside the block `views` consecutive rows of a batch show one image: no group begins in the middle of one."""
+    layers = [layer for layer in module.modules() if isinstance(layer, GroupedStatistics)]
+    for layer in layers:
+        layer.rows_per_image = views
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.rows_per_image = 1
 
 
 def synchronise_batch_statistics(module: nn.Module, gather: Callable[[Tensor], Tensor]) -> None:

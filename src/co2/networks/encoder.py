@@ -1,4 +1,4 @@
-"""The encoder: a backbone, and a head that projects its pooled features onto the unit sphere."""
+"""The encoder: a backbone, and a head that projects its pooled features."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from co2.networks.backbones import build_backbone, feature_width
-from co2.networks.batch_statistics import group_batch_statistics
-from co2.networks.residual_blocks import fuse_residual_blocks
-from co2.networks.specification import EncoderSpecification
-
 
 class Encoder(nn.Module):
-    """f(x): images [N, 3, S, S] in, unit features [N, D] out."""
+    """Images [N, 3, S, S] in, projections [N, D] out."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -27,25 +22,12 @@ class Encoder(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         projected: Tensor = self.head(self.features(images))  # [N, D]
-        # In at least float32 even under autocast: bfloat16 would leave lengths that are off by half a percent.
-        projected = projected.to(torch.promote_types(projected.dtype, torch.float32))
-        return F.normalize(projected, dim=1)  # [N, D]
+        return projected
 
 
-def build_head(width: int, hidden: int | None, dimension: int) -> nn.Module:
-    """What projects features of this width: a layer (MoCo v1), or two with a hidden one between them."""
-    if hidden is None:
-        return nn.Linear(width, dimension)
-    # MoCo v2 (Chen et al. 2020, table 1): for ResNet-50, 2048 - 2048 - 128
-    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, dimension))
+class Embedder(Encoder):
+    """The same with its projections on the unit sphere, for whoever judges embeddings."""
 
-
-def build_encoder(specification: EncoderSpecification, view_size: int) -> Encoder:
-    """An encoder with fresh weights, in training mode, whose BatchNorm layers work in the specified groups."""
-    backbone = build_backbone(specification.backbone, specification.stem, view_size)
-    width = feature_width(backbone)
-    hidden = None if specification.head == "linear" else specification.hidden or width
-    encoder = Encoder(backbone, build_head(width, hidden, specification.dimension))
-    group_batch_statistics(encoder, specification.groups)
-    fuse_residual_blocks(encoder)
-    return encoder
+    def forward(self, images: Tensor) -> Tensor:
+        projected = super().forward(images)
+        return F.normalize(projected.to(torch.promote_types(projected.dtype, torch.float32)), dim=1)

@@ -28,7 +28,7 @@ def reference(
     """L_ins [B], L_con [B] (None without a `term`) and the positive's rank [B]. Inputs are already checked."""
     # Half-precision similarities divided by a small temperature are too coarse, so everything is at least float32.
     dtype = torch.promote_types(query.dtype, torch.float32)
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast("cuda" if query.is_cuda else "cpu", enabled=False):
         query, positive, negatives = query.to(dtype), positive.to(dtype), negatives.to(dtype)
         s = (query * positive).sum(dim=1)  # [B]
         a = query @ negatives.T  # [B, K]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from co2.config import Experiment, read_experiment
 from co2.errors import UserError
+from co2.experiment import Experiment, read_experiment
 from co2.files import MOST_TEXT, MissingFile, UnreadableFile, parse_json, read_bytes
 from co2.schema import Amount, Line, read_as
 

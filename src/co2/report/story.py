@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from co2.config import flatten
+from co2.experiment import flatten
+from co2.measures.metric import HEALTH
 from co2.report.runs import RunRecord
 
 # Settings that say where a run was made and what it is called, not what it is.
@@ -42,8 +43,8 @@ def pair_of(runs: Sequence[RunRecord]) -> Pair | None:
     """The two runs as a comparison of without and with the consistency term, if that is what they are."""
     if len(runs) != 2:
         return None
-    without, with_term = sorted(runs, key=lambda run: run.experiment.objective.alpha)
-    if without.experiment.objective.alpha > 0 or with_term.experiment.objective.alpha == 0:
+    without, with_term = sorted(runs, key=_alpha)
+    if _alpha(without) > 0 or _alpha(with_term) == 0:
         return None
     return Pair(without, with_term)
 
@@ -51,23 +52,23 @@ def pair_of(runs: Sequence[RunRecord]) -> Pair | None:
 def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
     """The names of settings that are not the same in all runs, names and places aside."""
     flat = [flatten(run.experiment) for run in runs]
-    return [
-        name for name in flat[0] if name not in NAMES_AND_PLACES and any(other[name] != flat[0][name] for other in flat)
-    ]
+    names = dict.fromkeys(name for settings in flat for name in settings if name not in NAMES_AND_PLACES)
+    return [name for name in names if any(name not in one or one[name] != flat[0].get(name) for one in flat)]
 
 
 def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
-LEVEL_DEPENDS_ON = {
-    "instance": ("objective.tau_instance", "objective.label_smoothing", "negatives.source", "negatives.size"),
-    "consistency": ("objective.tau_consistency", "negatives.source", "negatives.size"),
-    "top1": ("negatives.source", "negatives.size"),
-    "knn_top1": ("data",),
-    "effective_rank": ("data", "encoder.dimension"),
-}
-"""Settings without which two values of a measure cannot be compared."""
+def _level_depends_on(runs: Sequence[RunRecord], name: str) -> set[str]:
+    """Settings without which two values of a measure cannot be compared, as methods declare it."""
+    declared = [metric for run in runs for metric in (*run.experiment.method.metrics, *HEALTH) if metric.name == name]
+    return {setting for metric in declared for setting in metric.depends_on}
+
+
+def _alpha(run: RunRecord) -> float:
+    """The weight of the consistency term, 0 where a method has none."""
+    return float(flatten(run.experiment).get("method.alpha", 0.0))
 
 
 def headline(runs: Sequence[RunRecord], untrained: Untrained | None) -> str:
@@ -148,7 +149,7 @@ def caveats(runs: Sequence[RunRecord], untrained: Untrained | None) -> list[str]
                 f"{run.name} is not above the untrained network in kNN accuracy: it has learned nothing "
                 "that this measure sees."
             )
-    others = [name for name in differing_settings(runs) if name not in ("objective.alpha", "objective.ramp_up")]
+    others = [name for name in differing_settings(runs) if name not in ("method.alpha", "method.ramp_up")]
     if pair_of(runs) is not None and others:
         sentences.append(
             f"The two runs also differ in {_listed(others)}, so not every difference is due to the consistency term."
@@ -166,14 +167,14 @@ def caveats(runs: Sequence[RunRecord], untrained: Untrained | None) -> list[str]
 
 def comparable(runs: Sequence[RunRecord], name: str) -> bool:
     """Whether the levels of a measure, by its name in metrics.jsonl, mean the same in all runs."""
-    return not set(LEVEL_DEPENDS_ON[name]) & set(differing_settings(runs))
+    return not _level_depends_on(runs, name) & set(differing_settings(runs))
 
 
 def warning(runs: Sequence[RunRecord], name: str) -> str:
     """Says so where they do not."""
     if comparable(runs, name):
         return ""
-    differing = [setting for setting in differing_settings(runs) if setting in LEVEL_DEPENDS_ON[name]]
+    differing = [setting for setting in differing_settings(runs) if setting in _level_depends_on(runs, name)]
     return f" The runs differ in {_listed(differing)}, so their levels cannot be compared."
 
 

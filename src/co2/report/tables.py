@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from co2.config import flatten
+from co2.experiment import flatten
 from co2.report.curves import swatch_html
 from co2.report.markup import Html
 from co2.report.runs import RunRecord
@@ -79,12 +79,13 @@ def outcome_table(rows: Sequence[Outcome]) -> Html:
 def settings_table(runs: Sequence[RunRecord]) -> Html:
     """Every setting of every run; those that are not the same in all of them come first and are marked."""
     flat = [flatten(run.experiment) for run in runs]
+    names = dict.fromkeys(name for settings in flat for name in settings)
     differing = set(differing_settings(runs))
     same = '<tr><th scope="row">{}</th>{}</tr>'
     differs = '<tr class="differs"><th scope="row">{} <b>differs</b></th>{}</tr>'
     body = []
-    for name in sorted(flat[0], key=lambda name: name not in differing):
-        cells = Html.joined(Html.of("<td>{}</td>", _setting(settings[name])) for settings in flat)
+    for name in sorted(names, key=lambda name: name not in differing):
+        cells = Html.joined(Html.of("<td>{}</td>", _setting(settings.get(name, "–"))) for settings in flat)
         body.append(Html.of(differs if name in differing else same, name, cells))
     return _table("settings", "setting", [run.name for run in runs], body)
 

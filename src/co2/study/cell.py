@@ -29,7 +29,6 @@ import torchvision
 
 import co2
 from co2.checkpoint import BACKBONE, CHECKPOINTS, CONFIG, checkpoints
-from co2.config import Experiment, differences, read_experiment
 from co2.data.open import DataSplits, open_data
 from co2.engine.pretrain import Stopped, pretrain
 from co2.engine.records import METRICS, rows_of
@@ -39,6 +38,7 @@ from co2.evaluation.progress import Lines
 from co2.evaluation.protocol import write_json
 from co2.evaluation.subject import open_subject
 from co2.evaluation.suite import Circumstances, evaluate_runs
+from co2.experiment import Experiment, differences, read_experiment
 from co2.files import TakenError, locked, open_regular, read_json, refuse_link, remove_leftovers, write_atomically
 from co2.machine.device import choose_device, choose_workers, cores
 from co2.machine.provenance import commit

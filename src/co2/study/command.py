@@ -50,13 +50,13 @@ class Request:
     seeds: tuple[int, ...] = grids.SEEDS
     """Every variant is trained from each of these."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Change any setting of the base, again and again: --set views.size=64 --set objective.alpha=3."""
+    """Change any setting of the base, again and again: --set size=64 --set method.alpha=3."""
     alphas: tuple[float, ...] = grids.ALPHAS
     """alpha: the weights to try; 0 is the baseline."""
     taus: tuple[float, ...] = grids.TAUS
     """tau: the temperatures to try."""
     vary: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """vary: a setting and its values, as JSON: --vary encoder.groups=[2,4,8], again and again. Values that are lists
+    """vary: a setting and its values, as JSON: --vary network.groups=[2,4,8], again and again. Values that are lists
     themselves are lists in the list: --vary views.crop_scale=[[0.08,1],[0.2,1]]."""
     only: tuple[str, ...] = ()
     """Work on these variants alone in this sitting, by name: what --plan shows, without the seed at the end."""
@@ -202,7 +202,7 @@ def _list(words: list[str]) -> int:
     request = tyro.cli(ListRequest, args=words, prog="co2 study list")
     if request.minutes_per_run is not None and not request.minutes_per_run > 0:
         raise UserError(f"--minutes-per-run must be above 0; got {request.minutes_per_run}.")
-    wanted = Wanted(recipes.get(grids.BASE), vary={"encoder.groups": (2, 4, 8)})
+    wanted = Wanted(recipes.get(grids.BASE), vary={"network.groups": (2, 4, 8)})
     print(
         f"Base {grids.BASE}, {len(grids.SEEDS)} seeds. A run of MoCo or MoCo + CO2 counts 1, one with two losses 2.\n"
     )
@@ -305,8 +305,8 @@ def _say_what_goes(earlier: Plan, plan: Plan, out: Path) -> None:
     given_up = [name for name in earlier.grids if name not in plan.grids]
     if given_up:
         print(
-            f"--redo takes {' and '.join(given_up)} out of {out / PLAN}: nothing there is for negatives.source="
-            f"{plan.base.negatives.source}. The records stay in {out / CELLS}.",
+            f"--redo takes {' and '.join(given_up)} out of {out / PLAN}: nothing there is for method.name="
+            f"{plan.base.method.name}. The records stay in {out / CELLS}.",
             flush=True,
         )
 

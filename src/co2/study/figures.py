@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from co2.files import appearing_when_whole
 from co2.study.curves import band
-from co2.study.grids import Variant
+from co2.study.grids import Variant, method_settings
 from co2.study.settings import changed
 from co2.study.tables import INSTANCE_ACCURACY, KNN, KNN_EMBEDDING, LINEAR, Measure, Results, measures_of, spread
 
@@ -101,10 +101,10 @@ def _over_setting(results: Results) -> Figure | None:
 def _lines(results: Results, placed: Sequence[Variant]) -> dict[str, list[Variant]]:
     """What belongs on one line, by what the line is called."""
     if results.study != "alpha-tau":
-        return {"MoCo + CO2" if results.base.negatives.source == "queue" else "with CO2": list(placed)}
+        return {f"{type(results.base.method).__name__} + CO2": list(placed)}
     found: dict[str, list[Variant]] = {}
     for variant in placed:
-        tau = changed(results.base, variant.changes).objective.tau_consistency
+        tau = method_settings(changed(results.base, variant.changes))["tau_consistency"]
         found.setdefault(f"τ_con = {tau:g}", []).append(variant)
     return found
 
@@ -160,11 +160,11 @@ def _scale(axes: Axes, results: Results, placed: Sequence[Variant]) -> None:
     axes.xaxis.set_major_locator(FixedLocator(marks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    objective = results.base.objective
+    method = method_settings(results.base)
     axes.set_xlabel(
         {
-            "alpha": f"α (log scale), at τ_con = {objective.tau_consistency:g}",
-            "tau": f"τ_con (log scale), at α = {objective.alpha:g}",
+            "alpha": f"α (log scale), at τ_con = {method['tau_consistency']:g}",
+            "tau": f"τ_con (log scale), at α = {method['alpha']:g}",
             "alpha-tau": "α (log scale)",
         }[results.study]
     )
@@ -267,4 +267,4 @@ def _colour(results: Results, variant: Variant) -> str:
     """One for baselines, one for what is put beside them; label smoothing, the paper's other remedy, has its own."""
     if not variant.baseline:
         return COLOURS[0]
-    return COLOURS[2] if changed(results.base, variant.changes).objective.label_smoothing else COLOURS[1]
+    return COLOURS[2] if method_settings(changed(results.base, variant.changes)).get("label_smoothing") else COLOURS[1]

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from co2 import recipes
-from co2.config import Experiment, flatten
 from co2.errors import UserError, did_you_mean
+from co2.experiment import Experiment, flatten
 from co2.schema import Line, PlainName, shown
 from co2.study.judges import QUICK, TRANSFER
 from co2.study.settings import changed, changes_between
@@ -24,9 +24,9 @@ SEEDS = (0, 1, 2)
 ALPHAS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 TAUS = (0.02, 0.04, 0.07, 0.1, 0.2, 0.4)
 LABEL_SMOOTHING = 0.1  # the paper says "a small constant" without a number; the usual choice (Szegedy et al. 2016)
-PAPER_V1 = {"objective.alpha": 10.0, "objective.tau_consistency": 0.04, "objective.ramp_up": 0.0}  # section 3.1
-PAPER_V2 = {"objective.alpha": 0.3, "objective.tau_consistency": 0.05, "objective.ramp_up": 0.0}
-WITHOUT = {"objective.alpha": 0.0, "objective.ramp_up": 0.0}  # the term is measured, and not trained on
+PAPER_V1 = {"method.alpha": 10.0, "method.tau_consistency": 0.04, "method.ramp_up": 0.0}  # section 3.1
+PAPER_V2 = {"method.alpha": 0.3, "method.tau_consistency": 0.05, "method.ramp_up": 0.0}
+WITHOUT = {"method.alpha": 0.0, "method.ramp_up": 0.0}  # the term is measured, and not trained on
 # The same method on the other two sources of negatives, for images of the same size.
 SIBLINGS = {
     "co2-small": ("co2-simclr-small", "co2-insdisc-small"),
@@ -35,13 +35,12 @@ SIBLINGS = {
 }
 # What `name_of` says of an experiment.
 _NAMED = (
-    "objective.alpha",
-    "objective.tau_consistency",
-    "objective.ramp_up",
-    "objective.label_smoothing",
-    "negatives.symmetric",
+    "method.alpha",
+    "method.tau_consistency",
+    "method.ramp_up",
+    "method.label_smoothing",
+    "method.symmetric",
 )
-_METHODS = {"queue": ("moco", "MoCo"), "in-batch": ("simclr", "SimCLR"), "memory-bank": ("insdisc", "InsDisc")}
 
 
 @dataclass(frozen=True)
@@ -86,41 +85,46 @@ class Study:
 
 def name_of(experiment: Experiment) -> str:
     """A name that says what the objective is: moco, moco-symmetric-co2-a1-t0.04-r0.5, simclr-smoothing-0.1."""
-    objective, negatives = experiment.objective, experiment.negatives
-    parts = [_METHODS[negatives.source][0]]
-    parts += ["symmetric"] if negatives.symmetric else []
-    parts += [f"smoothing-{objective.label_smoothing:g}"] if objective.label_smoothing else []
-    parts += [f"co2-a{objective.alpha:g}-t{objective.tau_consistency:g}"] if objective.alpha else []
-    parts += [f"r{objective.ramp_up:g}"] if objective.alpha and objective.ramp_up else []
+    method = method_settings(experiment)
+    parts = [method["name"]]
+    parts += ["symmetric"] if method.get("symmetric") else []
+    parts += [f"smoothing-{method['label_smoothing']:g}"] if method.get("label_smoothing") else []
+    parts += [f"co2-a{method['alpha']:g}-t{method['tau_consistency']:g}"] if method.get("alpha") else []
+    parts += [f"r{method['ramp_up']:g}"] if method.get("alpha") and method["ramp_up"] else []
     return "-".join(parts)
 
 
 def label_of(experiment: Experiment) -> str:
     """The same for people: MoCo + CO2 (α=1, τ=0.04), with "ramp 0.5" where alpha rises over half of the run."""
-    objective, negatives = experiment.objective, experiment.negatives
-    label = _METHODS[negatives.source][1] + (", symmetric" if negatives.symmetric else "")
-    label += f" + label smoothing {objective.label_smoothing:g}" if objective.label_smoothing else ""
-    if objective.alpha:
-        ramp = f", ramp {objective.ramp_up:g}" if objective.ramp_up else ""
-        label += f" + CO2 (α={objective.alpha:g}, τ={objective.tau_consistency:g}{ramp})"
+    method = method_settings(experiment)
+    label = type(experiment.method).__name__ + (", symmetric" if method.get("symmetric") else "")
+    label += f" + label smoothing {method['label_smoothing']:g}" if method.get("label_smoothing") else ""
+    if method.get("alpha"):
+        ramp = f", ramp {method['ramp_up']:g}" if method["ramp_up"] else ""
+        label += f" + CO2 (α={method['alpha']:g}, τ={method['tau_consistency']:g}{ramp})"
     return label
 
 
 def method_of(experiment: Experiment) -> str:
     """Under which name published numbers of this method are kept: moco, co2, moco-symmetric, co2-simclr, ..."""
-    objective, negatives = experiment.objective, experiment.negatives
-    method = _METHODS[negatives.source][0]
-    if objective.alpha:
+    settings = method_settings(experiment)
+    method: str = settings["name"]
+    if settings.get("alpha"):
         method = "co2" if method == "moco" else f"co2-{method}"
-    method += "-smoothing" if objective.label_smoothing else ""
-    return method + ("-symmetric" if negatives.symmetric else "")
+    method += "-smoothing" if settings.get("label_smoothing") else ""
+    return method + ("-symmetric" if settings.get("symmetric") else "")
+
+
+def method_settings(experiment: Experiment) -> dict[str, Any]:
+    """The settings of the method by their names, and its own: not every method has every one."""
+    flat = flatten(experiment)
+    return {name.removeprefix("method."): value for name, value in flat.items() if name.startswith("method.")}
 
 
 def cost_of(experiment: Experiment) -> float:
-    """How long a variant trains, relative to others of the same study: by the pixels of its views, and twice that where
-    both views are encoded with gradients."""
-    both_views = experiment.negatives.symmetric or experiment.negatives.source == "in-batch"
-    return pixels_of(experiment) * (2.0 if both_views else 1.0)
+    """How long a variant trains, relative to others of the same study: by the pixels of the views that are encoded with
+    gradients."""
+    return pixels_of(experiment) * experiment.method.encoded
 
 
 def pixels_of(experiment: Experiment, until: float = math.inf) -> float:
@@ -164,10 +168,10 @@ def _pair(wanted: Wanted, changes: Mapping[str, Any]) -> list[Variant]:
 
 
 def _with_consistency(wanted: Wanted) -> None:
-    if not wanted.base.objective.alpha:
+    if not method_settings(wanted.base).get("alpha"):
         raise UserError(
             f"The base of this study, {wanted.base.recipe}, has no consistency term (alpha is 0); the baseline is made "
-            "from it by leaving the term out. Use --base co2-small, for instance, or --set objective.alpha=1."
+            "from it by leaving the term out. Use --base co2-small, for instance, or --set method.alpha=1."
         )
 
 
@@ -176,11 +180,11 @@ def claim(wanted: Wanted) -> list[Variant]:
     symmetric loss, where a queue has one."""
     _with_consistency(wanted)
     alone, consistent = _pair(wanted, {})
-    smoothing = {**WITHOUT, "objective.label_smoothing": LABEL_SMOOTHING}
+    smoothing = {**WITHOUT, "method.label_smoothing": LABEL_SMOOTHING}
     variants = [alone, consistent, _variant(wanted, smoothing, baseline=alone.name)]
     variants += [_variant(wanted, paper, baseline=alone.name, published=False) for paper in (PAPER_V1, PAPER_V2)]
-    if wanted.base.negatives.source == "queue" and not wanted.base.negatives.symmetric:
-        variants += _pair(wanted, {"negatives.symmetric": True})
+    if method_settings(wanted.base).get("symmetric") is False:
+        variants += _pair(wanted, {"method.symmetric": True})
     return _each_once(variants)
 
 
@@ -188,14 +192,14 @@ def alpha(wanted: Wanted) -> list[Variant]:
     """The weight of the consistency term (paper, figure on hyper-parameters, left): tau_con as in the base."""
     _with_consistency(wanted)
     baseline = _variant(wanted, WITHOUT, place=0.0)
-    weights = sorted({*wanted.alphas, wanted.base.objective.alpha} - {0.0})
+    weights = sorted({*wanted.alphas, method_settings(wanted.base)["alpha"]} - {0.0})
     return [baseline] + [
         _variant(
             wanted,
-            {"objective.alpha": float(weight)},
+            {"method.alpha": float(weight)},
             baseline=baseline.name,
             place=float(weight),
-            published=weight == wanted.base.objective.alpha,
+            published=weight == method_settings(wanted.base)["alpha"],
         )
         for weight in weights
     ]
@@ -205,14 +209,14 @@ def tau(wanted: Wanted) -> list[Variant]:
     """The temperature of the consistency term (the same figure, right): alpha as in the base."""
     _with_consistency(wanted)
     baseline = _variant(wanted, WITHOUT)
-    temperatures = sorted({*wanted.taus, wanted.base.objective.tau_consistency})
+    temperatures = sorted({*wanted.taus, method_settings(wanted.base)["tau_consistency"]})
     return [baseline] + [
         _variant(
             wanted,
-            {"objective.tau_consistency": float(temperature)},
+            {"method.tau_consistency": float(temperature)},
             baseline=baseline.name,
             place=float(temperature),
-            published=temperature == wanted.base.objective.tau_consistency,
+            published=temperature == method_settings(wanted.base)["tau_consistency"],
         )
         for temperature in temperatures
     ]
@@ -223,12 +227,12 @@ def alpha_tau(wanted: Wanted) -> list[Variant]:
     value of either on the other."""
     _with_consistency(wanted)
     baseline = _variant(wanted, WITHOUT, place=0.0)
-    own = wanted.base.objective
+    own = method_settings(wanted.base)
     variants = [baseline]
-    for temperature in sorted({*wanted.taus, own.tau_consistency}):
-        for weight in sorted({*wanted.alphas, own.alpha} - {0.0}):
-            changes = {"objective.alpha": float(weight), "objective.tau_consistency": float(temperature)}
-            is_base = (weight, temperature) == (own.alpha, own.tau_consistency)
+    for temperature in sorted({*wanted.taus, own["tau_consistency"]}):
+        for weight in sorted({*wanted.alphas, own["alpha"]} - {0.0}):
+            changes = {"method.alpha": float(weight), "method.tau_consistency": float(temperature)}
+            is_base = (weight, temperature) == (own["alpha"], own["tau_consistency"])
             variants.append(_variant(wanted, changes, baseline=baseline.name, place=float(weight), published=is_base))
     return variants
 
@@ -257,7 +261,7 @@ def mechanisms(wanted: Wanted) -> list[Variant]:
 def vary(wanted: Wanted) -> list[Variant]:
     """Any settings, one at a time: the base, and the base with each of the values."""
     if not wanted.vary:
-        raise UserError("vary needs something to vary: --vary encoder.groups=[2,4,8], for instance.")
+        raise UserError("vary needs something to vary: --vary network.groups=[2,4,8], for instance.")
     base = _variant(wanted, {})
     variants = [base]
     for setting, values in wanted.vary.items():
@@ -266,7 +270,7 @@ def vary(wanted: Wanted) -> list[Variant]:
                 raise UserError(
                     f"Each value of {setting} is a list itself: --vary {setting}=[[...],[...]], for instance."
                 )
-            off = WITHOUT if setting == "objective.alpha" and not value else {}  # the same cell as any baseline
+            off = WITHOUT if setting == "method.alpha" and not value else {}  # the same cell as any baseline
             experiment = changed(wanted.base, {setting: value, **off})
             changes = changes_between(wanted.base, experiment)
             if not changes:
@@ -300,7 +304,7 @@ STUDIES: dict[str, Study] = {
     "curves": Study("both losses and instance accuracy during training, with and without CO2", pair),
     "mechanisms": Study("CO2 on a queue, on in-batch negatives and on a memory bank", mechanisms),
     "transfer": Study("VOC classification, detection and segmentation, with and without CO2", pair, TRANSFER),
-    "vary": Study("any settings, one at a time: --vary encoder.groups=[2,4,8]", vary),
+    "vary": Study("any settings, one at a time: --vary network.groups=[2,4,8]", vary),
 }
 
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from co2.config import Experiment, differences
 from co2.errors import UserError
+from co2.experiment import Experiment, differences
 from co2.files import MissingFile, locked, read_json, remove_leftovers, write_atomically
+from co2.runs import upgrade
 from co2.schema import read_as, shown
-from co2.study.grids import Variant, rebased, study_called
+from co2.study.grids import Variant, method_settings, rebased, study_called
 from co2.study.judges import portable, read_settings
 from co2.study.settings import changed, plain_settings, refuse_decided
 
@@ -144,6 +145,20 @@ class _PlanFile:
     view_size: Annotated[int, "at least 1"]
     studies: Mapping[str, Grid]
 
+    @classmethod
+    def as_read(cls, plain: Any) -> tuple[Any, Any]:
+        """For `co2.schema`: variants are changes of the base, by the names of the time when both were written."""
+        try:
+            studies = {name: dict(grid) for name, grid in plain["studies"].items()}
+            for grid in studies.values():
+                variants = [dict(variant) for variant in grid["variants"]]
+                grid["variants"] = [
+                    variant | {"changes": upgrade.changes_of(plain["base"], variant["changes"])} for variant in variants
+                ]
+        except (TypeError, ValueError, KeyError, AttributeError):  # no such thing, which is told in detail
+            return cls, plain
+        return cls, {**plain, "studies": studies}
+
     def __post_init__(self) -> None:
         if not self.studies:
             raise UserError("It has no study.")
@@ -167,8 +182,8 @@ def add_to_plan(folder: Path, asked: Plan, redo: bool) -> None:
 def merge_plans(earlier: Plan | None, asked: Plan, folder: Path, redo: bool) -> Plan:
     """The plan of a folder with what is asked for now added to it. Studies of one folder share their base.
 
-    On another base, earlier studies are kept as far as variants can be called what they are: by their source of
-    negatives first of all, so that of another source's nothing can.
+    On another base, earlier studies are kept as far as variants can be called what they are: by their method first of
+    all, so that of another method's nothing can.
     """
     if earlier is None:
         return asked
@@ -182,11 +197,11 @@ def merge_plans(earlier: Plan | None, asked: Plan, folder: Path, redo: bool) -> 
             + "\n  ".join(lines)
             + "\nChoose another --out, or say --redo to compute them again with the new settings."
         )
-    same_source = earlier.base.negatives.source == asked.base.negatives.source
+    same_method = earlier.base.method.name == asked.base.method.name
     kept = {
         name: replace(grid, variants=tuple(rebased(variant, earlier.base, asked.base) for variant in grid.variants))
         for name, grid in earlier.grids.items()
-        if same_source
+        if same_method
     }
     grids = {**kept, **asked.grids}
     if not lines:
@@ -202,8 +217,8 @@ def _united(earlier: Grid, asked: Grid, base: Experiment) -> Grid:
     def place(variant: Variant) -> tuple[float, float]:
         if not variant.place:
             return 0.0, 0.0
-        objective = changed(base, variant.changes).objective
-        return objective.tau_consistency, objective.alpha
+        method = method_settings(changed(base, variant.changes))
+        return method["tau_consistency"], method["alpha"]
 
     variants = {variant.name: variant for variant in (*earlier.variants, *asked.variants)}
     return Grid(

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from co2.config import Experiment, differences
 from co2.errors import UserError
+from co2.experiment import Experiment, differences
 from co2.files import MissingFile, read_json, write_atomically
 from co2.schema import Amount, Count, Line, read_as, shown
 from co2.study.judges import Judge

@@ -18,11 +18,12 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from co2 import recipes
-from co2.config import Experiment
 from co2.errors import UserError
+from co2.experiment import Experiment
 from co2.files import MissingFile, UnreadableFile, read_text, write_atomically
 from co2.report.markup import Markdown, active_content
-from co2.study.grids import STUDIES, label_of
+from co2.runs import upgrade
+from co2.study.grids import STUDIES, label_of, method_settings
 from co2.study.plan import CELLS, PLAN, RUNS, Cell, Plan, read_plan, seeds_found
 from co2.study.records import (
     DATA_NUMBERS,
@@ -192,11 +193,12 @@ def _told_by(plan: Plan, folder: Path, plans: Sequence[Plan]) -> list[str]:
 
 
 def _head(base: Experiment) -> str:
-    return "MLP" if base.encoder.head == "mlp" else base.encoder.head
+    head = method_settings(base).get("head", "mlp")
+    return "MLP" if head == "mlp" else head
 
 
 def _sizes(base: Experiment) -> str:
-    return " then ".join(map(str, (*base.views.earlier_sizes, base.views.size)))
+    return " then ".join(map(str, (*base.earlier_sizes, base.size)))
 
 
 # How a reader would tell studies of the same data and length apart: what one would look for first comes first.
@@ -206,9 +208,9 @@ _TELLS: tuple[Callable[[Experiment], str], ...] = (
     lambda base: f"learning rate {base.learning_rate:g}",
     lambda base: f"warm-up {100 * base.optimisation.warm_up:g}%" if base.optimisation.warm_up else "no warm-up",
     lambda base: f"{_sizes(base)} pixels",
-    lambda base: f"crops from {100 * base.views.crop_scale[0]:g}%",
+    lambda base: f"crops from {100 * base.views()[0].crop_scale[0]:g}%",
     lambda base: f"{_head(base)} head",
-    lambda base: f"instance temperature {base.objective.tau_instance:g}",
+    lambda base: f"instance temperature {method_settings(base).get('tau', 0):g}",
     label_of,
 )
 
@@ -230,11 +232,11 @@ def _about_the_base(plan: Plan, folder: Path, page: Path) -> Markdown:
     base = plan.base
     warm_up = base.optimisation.warm_up
     described = (
-        f"{label_of(base)}, with {base.encoder.backbone}, views of {_sizes(base)} pixels, crops from "
-        f"{100 * base.views.crop_scale[0]:g}% of the area, batch {base.batch_size}, {_negatives(base)}, "
+        f"{label_of(base)}, with {base.network.backbone}, views of {_sizes(base)} pixels, crops from "
+        f"{100 * base.views()[0].crop_scale[0]:g}% of the area, batch {base.batch_size}, {_negatives(base)}"
         f"{_groups(base)} of batch statistics, "
-        f"{'an' if base.encoder.head == 'mlp' else 'a'} {_head(base)} head, an instance temperature of "
-        f"{base.objective.tau_instance:g}, a learning rate of {base.learning_rate:g} "
+        f"{'an' if _head(base) == 'MLP' else 'a'} {_head(base)} head{_temperature(base)}, "
+        f"a learning rate of {base.learning_rate:g} "
         f"on a {base.optimisation.schedule} schedule"
         f"{f', warmed up over the first {100 * warm_up:g}% of the run' if warm_up else ''}; all of it in "
     )
@@ -247,12 +249,20 @@ def _about_the_base(plan: Plan, folder: Path, page: Path) -> Markdown:
 
 
 def _negatives(base: Experiment) -> str:
-    in_batch = base.negatives.source == "in-batch"
-    return "negatives from the batch itself" if in_batch else f"{base.negatives.size:,} negatives"
+    method = method_settings(base)
+    count = method.get("queue", method.get("negatives"))
+    if count is not None:
+        return f"{count:,} negatives, "
+    return "negatives from the batch itself, " if "tau" in method else ""
+
+
+def _temperature(base: Experiment) -> str:
+    tau = method_settings(base).get("tau")
+    return "" if tau is None else f", an instance temperature of {tau:g}"
 
 
 def _groups(base: Experiment) -> str:
-    return "one group" if base.encoder.groups == 1 else f"{base.encoder.groups} groups"
+    return "one group" if base.network.groups == 1 else f"{base.network.groups} groups"
 
 
 def _named_in(command: str) -> set[str]:
@@ -262,6 +272,7 @@ def _named_in(command: str) -> set[str]:
     except ValueError:  # a quote that is not closed
         return set()
     named = parse_assignments([value for option, value in pairwise(words) if option == "--set"], "--set")
+    named = {now: value for old, value in named.items() for now in upgrade.names_of(old)}
     return {*named, *(["epochs"] if "--epochs" in words else [])}
 
 

@@ -1,4 +1,4 @@
-"""Settings by their dotted names: `objective.alpha=0.3` as text, and an experiment with it changed. No torch here."""
+"""Settings by their dotted names: `method.alpha=0.3` as text, and an experiment with it changed. No torch here."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from co2.config import Experiment, flatten
 from co2.errors import UserError, did_you_mean
+from co2.experiment import Experiment, flatten
 from co2.files import parse_json
+from co2.method import METHODS
+from co2.runs import upgrade
 from co2.schema import shown
 
 # What a study decides for each of its cells, and the option with which the user decides it.
 _DECIDED = {"data": "--data", "out": "--out", "seed": "--seeds", "resume": "", "device": "--device"}
-_DECIDED |= {"workers": "--workers", "recipe": "--base"}
+_DECIDED |= {"workers": "--workers", "recipe": "--base", "version": "--base"}
 
 
 def parse_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
@@ -24,7 +26,7 @@ def parse_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.strip() or not value.strip():
-            raise UserError(f"{option} {text} is not understood. Write {option} objective.alpha=0.3, for instance.")
+            raise UserError(f"{option} {text} is not understood. Write {option} method.alpha=0.3, for instance.")
         found[name.strip().replace("-", "_")] = _value(value.strip())
     return found
 
@@ -43,17 +45,21 @@ def _value(text: str) -> Any:
 
 def changed(experiment: Experiment, changes: Mapping[str, Any]) -> Experiment:
     """The experiment with settings changed by their dotted names; unknown ones and wrong kinds are refused by name."""
-    known = flatten(experiment)
-    plain = dataclasses.asdict(experiment)
+    plain = json.loads(experiment.to_json())
+    wanted = changes.get("method.name", experiment.method.name)
+    if wanted != experiment.method.name and wanted in METHODS:  # which keeps of the settings those that it has, too
+        own = {one.name for one in dataclasses.fields(METHODS[wanted])}
+        plain["method"] = {name: value for name, value in plain["method"].items() if name in own} | {"name": wanted}
+        known = {*upgrade.flattened(plain), *(f"method.{name}" for name in own), *changes}
+    else:
+        known = {*upgrade.flattened(plain)}
     for name, value in changes.items():
         if name not in known:
-            raise UserError(f"An experiment has no setting '{shown(name)}'.{did_you_mean(name, known)}")
-        group, _, inner = name.partition(".")
-        if inner:
-            plain[group][inner] = value
-        else:
-            plain[group] = value
-    return Experiment.from_json(json.dumps(plain))
+            words = upgrade.renamed(name)
+            hint = f" It {words}." if words else did_you_mean(name, known)
+            raise UserError(f"An experiment has no setting '{shown(name)}'.{hint}")
+        upgrade.put(plain, name, value)
+    return Experiment.from_plain(plain)
 
 
 def refuse_decided(changes: Mapping[str, Any], option: str) -> None:
@@ -67,7 +73,11 @@ def refuse_decided(changes: Mapping[str, Any], option: str) -> None:
 def changes_between(base: Experiment, other: Experiment) -> dict[str, Any]:
     """By dotted names, what has to be changed in `base` to make it `other`, leaving aside what a study decides."""
     ours, theirs = flatten(base), flatten(other)
-    return {name: theirs[name] for name in ours if name not in _DECIDED and ours[name] != theirs[name]}
+    return {
+        name: value
+        for name, value in theirs.items()
+        if name not in _DECIDED and (name not in ours or ours[name] != value)
+    }
 
 
 def plain_settings(experiment: Experiment) -> dict[str, Any]:

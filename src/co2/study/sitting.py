@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from co2.checkpoint import BACKBONE, CONFIG, checkpoints, step_of
-from co2.config import differences, read_experiment
 from co2.data.open import VALIDATION, open_data, validation_of
 from co2.engine.pretrain import check_sizes
 from co2.engine.records import METRICS
 from co2.errors import UserError
 from co2.evaluation.voc.data import read_detection, read_segmentation
+from co2.experiment import differences, read_experiment
 from co2.files import MissingFile, TakenError, UnreadableFile, open_regular, open_to_append, parse_json, refuse_link
 from co2.machine.device import choose_workers, cores, find_device
 from co2.machine.process import stop_requests

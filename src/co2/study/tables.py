@@ -12,10 +12,10 @@ from typing import Any
 
 from scipy import stats  # type: ignore[import-untyped]
 
-from co2.config import Experiment
+from co2.experiment import Experiment
 from co2.report.markup import Markdown, csv_cells
 from co2.study.curves import band, most_parts
-from co2.study.grids import Variant
+from co2.study.grids import Variant, method_settings
 from co2.study.judges import BESIDES, LINEAR_PAPER, SEMI_SUPERVISED
 from co2.study.published import ELSEWHERE, Published, published_for
 from co2.study.records import CellRecord
@@ -293,7 +293,10 @@ def _about_the_temperatures(results: Results) -> str:
     if LOSS_CONSISTENCY not in measures_of(results):
         return ""
     measured = [variant for variant in results.variants if results.records[variant.name]]
-    taus = {variant.name: changed(results.base, variant.changes).objective.tau_consistency for variant in measured}
+    taus = {
+        variant.name: method_settings(changed(results.base, variant.changes)).get("tau_consistency")
+        for variant in measured
+    }
     if len(set(taus.values())) < 2:
         return ""
     baselines = [variant for variant in measured if variant.name in {other.baseline for other in measured}]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import tyro
@@ -42,11 +41,8 @@ class View:
     Whatever is random beside the crop has a field that ends in `_probability`; where all of these are 0, nothing
     happens to an image but the crop (`crop_and_flip`)."""
 
-    size: int = 224
-    """Side of the square view, in pixels."""
-    earlier_sizes: tuple[int, ...] = ()
-    """Sides of smaller, faster views with which a run begins, in pixels: 112 160 gives a third of the run to each of
-    them, and the last third to `size`."""
+    size: Annotated[int, tyro.conf.Suppress] = field(default=224, metadata={"no_setting": True})
+    """Side of the square view, in pixels: the run's, or what the method makes of it."""
     crop_scale: tuple[float, float] = (0.2, 1.0)
     """Smallest and largest share of the image's area that a random resized crop covers."""
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
@@ -71,52 +67,37 @@ class View:
     """Subtracted from each channel (in 0..1) at the end."""
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     """Each channel is divided by this at the end."""
-    then: Annotated[Then | None, tyro.conf.Suppress] = None
+    then: Annotated[Then | None, tyro.conf.Suppress] = field(default=None, metadata={"no_setting": True})
     """What follows. Not a setting, which could be edited and written down: a method's own `views` puts it there."""
 
     def __post_init__(self) -> None:
-        for name, sizes in (("size", (self.size,)), ("earlier_sizes", self.earlier_sizes)):
-            for size in sizes:
-                if size not in VIEW_SIZES:
-                    raise UserError(
-                        f"A view of {size} pixels is too small or too large: give views.{name} from {VIEW_SIZES[0]} to "
-                        f"{VIEW_SIZES[-1]}."
-                    )
-        for earlier, later in pairwise((*self.earlier_sizes, self.size)):
-            if earlier > later:
-                raise UserError(
-                    f"Views grow: views.earlier_sizes cannot have {earlier} before {later} pixels. Give them from "
-                    f"small to large, none above views.size, {self.size}."
-                )
+        if self.size not in VIEW_SIZES:
+            raise UserError(
+                f"A view of {self.size} pixels is too small or too large: give {VIEW_SIZES[0]} to {VIEW_SIZES[-1]}."
+            )
         for name in ("crop_scale", "crop_ratio", "jitter", "blur_sigma", "mean", "std"):
             if not all(map(math.isfinite, getattr(self, name))):
-                raise UserError(f"views.{name} must be finite numbers; got {getattr(self, name)}.")
+                raise UserError(f"{name} of a view must be finite numbers; got {getattr(self, name)}.")
         for name in ("crop_scale", "crop_ratio"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
-                raise UserError(f"views.{name} must be two numbers with 0 < first <= second; got {low} {high}.")
+                raise UserError(f"{name} of a view must be two numbers with 0 < first <= second; got {low} {high}.")
         if self.crop_scale[1] > 1:
-            raise UserError(f"views.crop_scale is a share of the image's area, at most 1; got {self.crop_scale[1]}.")
+            raise UserError(f"crop_scale of a view is a share of the area, at most 1; got {self.crop_scale[1]}.")
         if min(self.jitter) < 0 or self.jitter[3] > 0.5:
-            raise UserError(f"views.jitter must not be negative, and hue at most 0.5; got {self.jitter}.")
+            raise UserError(f"jitter of a view must not be negative, and hue at most 0.5; got {self.jitter}.")
         if not 0 <= self.blur_sigma[0] <= self.blur_sigma[1]:
-            raise UserError(f"views.blur_sigma must be two numbers with 0 <= first <= second; got {self.blur_sigma}.")
+            raise UserError(f"blur_sigma of a view must be 0 <= first <= second; got {self.blur_sigma}.")
         for name in _PROBABILITIES:
             if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"views.{name} is a probability between 0 and 1; got {getattr(self, name)}.")
+                raise UserError(f"{name} of a view is a probability between 0 and 1; got {getattr(self, name)}.")
         if min(self.std) <= 0:
-            raise UserError(f"views.std must be positive; got {self.std}.")
+            raise UserError(f"std of a view must be positive; got {self.std}.")
 
-    def in_epoch(self, epoch: int, epochs: int) -> View:
-        """How views are made in an epoch, counted from 0, of a run that has so many of them: the same but for the size.
-
-        Blur is measured in pixels, and follows the size: the same view, smaller.
-        """
-        sizes = (*self.earlier_sizes, self.size)
-        size = sizes[epoch * len(sizes) // epochs]
-        scale = size / self.size
+    def scaled(self, share: float) -> View:
+        """The same view, smaller: blur is measured in pixels, and follows the size."""
         weakest, strongest = self.blur_sigma
-        return replace(self, size=size, earlier_sizes=(), blur_sigma=(scale * weakest, scale * strongest))
+        return replace(self, size=round(share * self.size), blur_sigma=(share * weakest, share * strongest))
 
     def idle(self, option: str) -> dict[str, str]:
         """Fields that nothing looks at, as the others are, and how a sentence about them ends where the options on the
@@ -139,7 +120,7 @@ class View:
         return min(math.ceil(4 * self.blur_sigma[1]), self.size - 1)
 
 
-_PROBABILITIES = tuple(field.name for field in fields(View) if field.name.endswith("_probability"))
+_PROBABILITIES = tuple(one.name for one in fields(View) if one.name.endswith("_probability"))
 
 
 def crop_and_flip(view: View) -> View:

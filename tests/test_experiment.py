@@ -6,8 +6,8 @@ import pytest
 
 import co2
 from co2 import recipes
-from co2.config import Experiment, differences, refuse_idle
-from co2.views.view import small_views
+from co2.experiment import Experiment, differences, refuse_idle, views_in
+from co2.views.view import View
 
 
 def test_the_learning_rate_follows_the_batch_size_unless_it_is_set():
@@ -17,15 +17,15 @@ def test_the_learning_rate_follows_the_batch_size_unless_it_is_set():
 
 
 def test_edit_reaches_nested_settings_and_leaves_the_rest():
-    edited = recipes.co2_v2().edit(epochs=7, objective={"alpha": 2.0})
-    assert (edited.epochs, edited.objective.alpha, edited.objective.tau_consistency) == (7, 2.0, 0.05)
+    edited = recipes.co2_v2().edit(epochs=7, method={"alpha": 2.0})
+    assert (edited.epochs, edited.method.alpha, edited.method.tau_consistency) == (7, 2.0, 0.05)
 
 
 def test_edit_refuses_a_setting_that_does_not_exist():
     with pytest.raises(co2.UserError, match="Did you mean 'epochs'"):
         recipes.co2_v2().edit(epoch=7)
-    with pytest.raises(co2.UserError, match=r"no setting 'objective\.alfa'\. Did you mean 'alpha'"):
-        recipes.co2_v2().edit(objective={"alfa": 1.0})
+    with pytest.raises(co2.UserError, match=r"no setting 'method\.alfa'\. Did you mean 'alpha'"):
+        recipes.co2_v2().edit(method={"alfa": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -36,18 +36,17 @@ def test_edit_refuses_a_setting_that_does_not_exist():
         ({"seed": -1}, "seed"),
         ({"workers": -2}, "workers"),
         ({"workers": 100_000}, "from 0 to 1,024; got 100,000"),
-        ({"objective": {"alpha": -1.0}}, "alpha"),
-        ({"objective": {"alpha": float("nan")}}, "alpha"),
-        ({"objective": {"tau_instance": 0.0}}, "above 0"),
-        ({"objective": {"tau_consistency": -0.1}}, "above 0"),
-        ({"objective": {"label_smoothing": 1.0}}, "label_smoothing"),
-        ({"objective": {"ramp_up": 1.5}}, "ramp_up is a share of the run"),
-        ({"negatives": {"size": 0}}, "size"),
-        ({"negatives": {"momentum": 1.0}}, "momentum"),
-        ({"negatives": {"source": "in-batch", "symmetric": True}}, "symmetric"),
-        ({"encoder": {"groups": 1}}, "one group of batch statistics"),
-        ({"encoder": {"groups": 200}}, "cannot be split into 200 groups"),
-        ({"encoder": {"dimension": 0}}, "dimension"),
+        ({"method": {"alpha": -1.0}}, "alpha"),
+        ({"method": {"alpha": float("nan")}}, "alpha"),
+        ({"method": {"tau": 0.0}}, "above 0"),
+        ({"method": {"tau_consistency": -0.1}}, "above 0"),
+        ({"method": {"label_smoothing": 1.0}}, "label_smoothing"),
+        ({"method": {"ramp_up": 1.5}}, "ramp_up is a share of the run"),
+        ({"method": {"queue": 0}}, "queue"),
+        ({"method": {"momentum": 1.0}}, "momentum"),
+        ({"network": {"groups": 1}}, "one group of batch statistics"),
+        ({"network": {"groups": 200}}, "cannot be split into 200 groups"),
+        ({"method": {"dimension": 0}}, "dimension"),
         ({"optimisation": {"learning_rate": 0.0}}, "learning_rate"),
         ({"optimisation": {"learning_rate": float("inf")}}, "learning_rate must be a number"),
         ({"optimisation": {"weight_decay": -1.0}}, "weight_decay"),
@@ -59,15 +58,15 @@ def test_edit_refuses_a_setting_that_does_not_exist():
         ({"monitoring": {"checkpoint_minutes": float("inf")}}, "checkpoint_minutes must be a number"),
         ({"monitoring": {"checkpoint_seconds": float("nan")}}, "checkpoint_seconds must be a number"),
         ({"execution": {"resident_gib": float("inf")}}, "resident_gib must be a number"),
-        ({"objective": {"alpha": float("inf")}}, "alpha must be a number"),
-        ({"objective": {"tau_instance": float("inf")}}, "tau_instance is a temperature and must be a number"),
+        ({"method": {"alpha": float("inf")}}, "alpha must be a number"),
+        ({"method": {"tau": float("inf")}}, "tau is a temperature and must be a number"),
         ({"monitoring": {"keep_every": -1}}, "keep_every"),
-        ({"views": {"size": 2}}, "too small"),
-        ({"epochs": 2, "views": {"earlier_sizes": (96, 160)}}, "2 epochs has no room for 3 sizes"),
-        ({"views": {"crop_scale": (0.5, 0.2)}}, "crop_scale"),
-        ({"views": {"crop_scale": (0.5, 1.2)}}, "at most 1"),
-        ({"views": {"grey_probability": 1.5}}, "probability"),
-        ({"views": {"jitter": (0.4, 0.4, 0.4, 0.7)}}, "hue"),
+        ({"size": 2}, "too small"),
+        ({"epochs": 2, "earlier_sizes": (96, 160)}, "2 epochs has no room for 3 sizes"),
+        ({"method": {"view": {"crop_scale": (0.5, 0.2)}}}, "crop_scale"),
+        ({"method": {"view": {"crop_scale": (0.5, 1.2)}}}, "at most 1"),
+        ({"method": {"view": {"grey_probability": 1.5}}}, "probability"),
+        ({"method": {"view": {"jitter": (0.4, 0.4, 0.4, 0.7)}}}, "hue"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_with_a_reason(changes, message):
@@ -76,24 +75,31 @@ def test_settings_that_make_no_sense_are_refused_with_a_reason(changes, message)
 
 
 def test_one_group_is_fine_where_no_keys_are_shuffled():
-    recipes.moco_v2().edit(encoder={"groups": 1, "shuffle_keys": False})
+    recipes.moco_v2().edit(network={"groups": 1}, method={"shuffle": False})
 
 
 def test_lists_become_the_tuples_that_settings_are():
-    listed = recipes.moco_v1().edit(views={"earlier_sizes": [96, 160]}, optimisation={"milestones": [0.5]})
+    listed = recipes.moco_v1().edit(earlier_sizes=[96, 160], optimisation={"milestones": [0.5]})
     assert differences(listed, Experiment.from_json(listed.to_json())) == []
-    assert (listed.views.earlier_sizes, listed.optimisation.milestones) == ((96, 160), (0.5,))
+    assert (listed.earlier_sizes, listed.optimisation.milestones) == ((96, 160), (0.5,))
 
 
 @pytest.mark.parametrize(
     ("setting", "value", "wanted"),
     [
         ("epochs", "many", "epochs cannot be many: it has to be a whole number"),
-        ("objective", {"alpha": "abc"}, "objective.alpha cannot be abc: it has to be a number"),
-        ("negatives", {"symmetric": 1}, "negatives.symmetric cannot be 1: it has to be true or false"),
-        ("negatives", {"source": "cue"}, "negatives.source cannot be cue: it has to be one of queue, in-batch"),
-        ("views", {"crop_scale": [1]}, "views.crop_scale cannot be .*: it has to be a list of 2, each a number"),
-        ("views", {"earlier_sizes": ["x"]}, "earlier_sizes cannot be .*: it has to be a list, each a whole number"),
+        ("method", {"alpha": "abc"}, "method.alpha cannot be abc: it has to be a number"),
+        ("method", {"symmetric": 1}, "method.symmetric cannot be 1: it has to be true or false"),
+        ("method", {"head": "wide"}, "method.head cannot be wide: it has to be one of linear, mlp"),
+        ("method", {"name": "mocco"}, "does not know the method mocco"),
+        ("method", {"name": "mine.py:Mine"}, "never imported: name the file again"),
+        ("method", {"name": None}, "The method is not named"),
+        (
+            "method",
+            {"view": {"crop_scale": [1]}},
+            "method.view.crop_scale cannot be .*: it has to be a list of 2, each a number",
+        ),
+        ("earlier_sizes", ["x"], "earlier_sizes cannot be .*: it has to be a list, each a whole number"),
         ("optimisation", {"learning_rate": "x"}, "learning_rate cannot be x: it has to be a number or null"),
     ],
 )
@@ -109,17 +115,16 @@ def test_what_a_setting_has_to_be_is_said(setting, value, wanted):
     [
         (
             {"optimisation": {"schedule": "cosin"}},
-            "schedule cannot be cosin: it has to be one of step, cosine",
+            "schedule cannot be cosin: it has to be one of step, cosine, constant",
         ),
         ({"optimisation": {"optimiser": "adam"}}, "optimiser cannot be adam"),
         ({"execution": {"precision": "bf16"}}, "precision cannot be bf16: it has to be one of auto, float32, bfloat16"),
-        ({"encoder": {"head": "MLP"}}, "head cannot be MLP"),
-        ({"encoder": {"stem": "tiny"}}, "stem cannot be tiny"),
-        ({"encoder": {"head": "linear", "hidden": 64}}, "A linear head has no hidden layer"),
-        ({"negatives": {"source": "bank"}}, "source cannot be bank"),
+        ({"method": {"head": "MLP"}}, "head cannot be MLP"),
+        ({"network": {"stem": "tiny"}}, "stem cannot be tiny"),
+        ({"method": {"head": "linear", "hidden": 64}}, "A linear head has no hidden layer"),
         ({"epochs": 1.5}, "epochs cannot be 1.5: it has to be a whole number"),
         ({"seed": "x"}, "seed cannot be x"),
-        ({"objective": 3}, "objective is a group of settings"),
+        ({"method": 3}, "method is a group of settings"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_when_it_is_given(changes, message):
@@ -129,9 +134,9 @@ def test_a_value_of_the_wrong_kind_is_refused_when_it_is_given(changes, message)
 
 def test_values_of_other_libraries_become_plain_ones():
     edited = recipes.co2_v2().edit(
-        data=Path("pictures"), epochs=np.int64(7), objective={"alpha": np.float64(2.5)}, views=small_views(48)
+        data=Path("pictures"), epochs=np.int64(7), size=48, method={"alpha": np.float64(2.5), "view": View()}
     )
-    assert (edited.data, edited.epochs, edited.objective.alpha, edited.views.size) == ("pictures", 7, 2.5, 48)
+    assert (edited.data, edited.epochs, edited.method.alpha, edited.size) == ("pictures", 7, 2.5, 48)
     assert Experiment.from_json(edited.to_json()) == edited
 
 
@@ -139,10 +144,10 @@ def test_differences_name_settings_and_leave_circumstances_aside():
     ours = recipes.co2_v2()
     theirs = ours.edit(out="elsewhere", device="cpu", workers=3, resume=True, data="moved")
     assert differences(ours, theirs) == []
-    theirs = theirs.edit(epochs=3, objective={"alpha": 1.0})
+    theirs = theirs.edit(epochs=3, method={"alpha": 1.0})
     assert differences(ours, theirs) == [
         "epochs: 3 in the run folder, 200 asked for",
-        "objective.alpha: 1.0 in the run folder, 0.3 asked for",
+        "method.alpha: 1.0 in the run folder, 0.3 asked for",
     ]
     elsewhere = ours.edit(execution={"step": "eager", "precision": "bfloat16"})
     assert differences(ours, elsewhere) == ["execution.precision: bfloat16 in the run folder, auto asked for"]
@@ -150,7 +155,7 @@ def test_differences_name_settings_and_leave_circumstances_aside():
 
 def test_settings_of_another_version_are_refused_by_name():
     plain = json.loads(recipes.co2_v2().to_json())
-    plain["objective"]["gamma"] = 1
+    plain["method"]["gamma"] = 1
     with pytest.raises(co2.UserError, match="gamma"):
         co2.Experiment.from_json(json.dumps(plain))
 
@@ -190,44 +195,48 @@ def test_settings_of_another_version_are_refused_by_name():
         ),
         (
             "moco-small",
-            {"views": {"blur_sigma": (0.5, 1.0)}},
-            "--views.blur-sigma",
-            {"views": {"blur_probability": 0.5}},
+            {"method": {"view": {"blur_sigma": (0.5, 1.0)}}},
+            "--method.view.blur-sigma",
+            {"method": {"view": {"blur_probability": 0.5}}},
         ),
         (
             "moco-v2",
-            {"views": {"jitter_probability": 0.0, "jitter": (0.1,) * 4}},
-            "--views.jitter",
-            {"views": {"jitter_probability": 0.5}},
+            {"method": {"view": {"jitter_probability": 0.0, "jitter": (0.1,) * 4}}},
+            "--method.view.jitter",
+            {"method": {"view": {"jitter_probability": 0.5}}},
         ),
         (
             "moco-v2",
-            {"views": {"jitter_probability": 0.5, "jitter": (0.0,) * 4}},
-            "--views.jitter-probability",
-            {"views": {"jitter": (0.1,) * 4}},
+            {"method": {"view": {"jitter_probability": 0.5, "jitter": (0.0,) * 4}}},
+            "--method.view.jitter-probability",
+            {"method": {"view": {"jitter": (0.1,) * 4}}},
         ),
         (
             "moco-v2",
-            {"views": {"grey_probability": 0.0, "grey_first": True}},
-            "--views.grey-first",
-            {"views": {"grey_probability": 0.1}},
-        ),
-        ("simclr", {"negatives": {"size": 100}}, "--negatives.size", {"negatives": {"source": "queue"}}),
-        ("simclr", {"negatives": {"momentum": 0.5}}, "--negatives.momentum", {"negatives": {"source": "memory-bank"}}),
-        (
-            "co2-v2",
-            {"objective": {"detach_target": True}},
-            "--objective.detach-target",
-            {"negatives": {"source": "in-batch"}},
+            {"method": {"view": {"grey_probability": 0.0, "grey_first": True}}},
+            "--method.view.grey-first",
+            {"method": {"view": {"grey_probability": 0.1}}},
         ),
         (
-            "insdisc",
-            {"encoder": {"shuffle_keys": None}},
-            "--encoder.(no-)?shuffle-keys",
-            {"negatives": {"source": "queue"}, "encoder": {"groups": 4}},
+            "moco-v2",
+            {"optimisation": {"adapt": "all"}},
+            "--optimisation.adapt",
+            {"optimisation": {"optimiser": "lars"}},
         ),
-        ("moco-v2", {"objective": {"ramp_up": 0.5}}, "--objective.ramp-up", {"objective": {"alpha": 1.0}}),
-        ("simclr", {"objective": {"detach_target": True}}, "--objective.detach-target", {"objective": {"alpha": 1.0}}),
+        (
+            "moco-v2",
+            {"optimisation": {"beta2": 0.95}},
+            "--optimisation.beta2",
+            {"optimisation": {"optimiser": "adamw"}},
+        ),
+        (
+            "moco-v2",
+            {"optimisation": {"weight_decay": 0.0, "decay": "matrices"}},
+            "--optimisation.decay",
+            {"optimisation": {"weight_decay": 0.1}},
+        ),
+        ("moco-v2", {"method": {"ramp_up": 0.5}}, "--method.ramp-up", {"method": {"alpha": 1.0}}),
+        ("simclr", {"method": {"detach_target": True}}, "--method.detach-target", {"method": {"alpha": 1.0}}),
         (
             "moco-v2",
             {"execution": {"input": "workers", "resident_gib": 1.0}},
@@ -240,8 +249,6 @@ def test_what_was_changed_though_nothing_looks_at_it_is_refused_and_only_then(
     recipe, changes, option, with_these_it_is_used
 ):
     plain = recipes.get(recipe)
-    if changes.get("encoder") == {"shuffle_keys": None}:
-        changes = {"encoder": {"shuffle_keys": not plain.encoder.shuffle_keys}}
     refuse_idle(plain, plain)
     edited = plain.edit(**changes)
     with pytest.raises(co2.UserError, match=f"^{option} would do nothing "):
@@ -252,4 +259,10 @@ def test_what_was_changed_though_nothing_looks_at_it_is_refused_and_only_then(
 def test_no_recipe_is_refused_for_what_another_change_leaves_idle():
     for recipe in recipes.RECIPES.values():
         plain = recipe.build()
-        refuse_idle(plain.edit(optimisation={"schedule": "cosine"}, views={"blur_probability": 0.0}), plain)
+        refuse_idle(
+            plain.edit(
+                optimisation={"schedule": "cosine"},
+                method={name: {"blur_probability": 0.0} for name in views_in(plain.method)},
+            ),
+            plain,
+        )

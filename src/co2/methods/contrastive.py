@@ -1,0 +1,154 @@
+"""What contrastive methods have in common: InfoNCE, and the consistency term of CO2 (Wei et al. 2021).
+
+    L = L_ins + alpha L_con      L_ins, L_con as in `co2.contrast`; alpha may rise over the run
+
+Whoever inherits from `Contrastive` has the term, its ramp, label smoothing and the fused kernel, and nothing to write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from co2.errors import UserError
+from co2.measures.metric import Metric
+from co2.method import Method, Output, Schedule, Seen, Step, Trouble
+from co2.methods.parts import ramp
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from co2.objective.contrast import Contrast
+
+_CANDIDATES = ("method.name", "method.queue", "method.negatives")
+INSTANCE = Metric(
+    "instance", "Instance loss", "lower", "L_ins", depends_on=("method.tau", "method.label_smoothing", *_CANDIDATES),
+    explanation="How hard it is for a view of a picture to find another view of the same picture among the negatives. "
+    "It is larger with more negatives and with a higher temperature.",
+)  # fmt: skip
+CONSISTENCY = Metric(
+    "consistency", "Consistency loss", "lower", "L_con", depends_on=("method.tau_consistency", *_CANDIDATES),
+    explanation="How differently two views of a picture compare themselves with the negatives. Where the term has no "
+    "weight it is measured, and not trained on.",
+)  # fmt: skip
+TOP1 = Metric(
+    "top1", "Instances found", "higher", "found", "%", depends_on=_CANDIDATES,
+    explanation="How often the other view of the same picture is closer than all negatives. It measures the training "
+    "task, not how good the features are.",
+)  # fmt: skip
+TOP5 = Metric("top5", "Instances among the first five", "higher", unit="%", depends_on=_CANDIDATES)
+
+PERFECT = 0.999  # share of instances found that real learning does not reach
+# Length of the mean of all unit embeddings: 1 is all of them pointing the same way. Read off the runs of MoCo with CO2
+# that are recorded in results/ beside MoCo alone, and not tried on others: of the 13 above it in their last quarter all
+# are worse than MoCo by kNN of embeddings, 8 by kNN of features and 8 by the linear classifier. So it is told as a
+# doubt.
+DRAWN_TOGETHER = 0.7
+LAST_QUARTER = 0.75
+SPREAD_BY = 1000  # steps; before, embeddings have not had the time to leave each other, with or without the term
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrastive(Method):
+    """Settings of the objective, L = L_ins + alpha L_con (paper, section 2.2)."""
+
+    tau: float = 0.2
+    """Temperature of instance discrimination (InfoNCE)."""
+    alpha: float = 0.0
+    """Weight of the consistency term. At 0 the term is measured but not trained on."""
+    tau_consistency: float = 0.05
+    """Temperature of the two similarity distributions that the consistency term compares."""
+    ramp_up: float = 0.0
+    """Share of the run over which alpha rises from 0.7% of its value to all of it, as consistency terms do elsewhere
+    (Laine and Aila 2017). At 0, as in the paper, it has its value from the first step on."""
+    label_smoothing: float = 0.0
+    """Share of the target that is spread evenly over the positive and all negatives (the paper's ablation)."""
+    backend: Literal["auto", "reference", "fused"] = "auto"
+    """Which implementation computes it: the plain one, the fused kernel, or whichever fits the device."""
+
+    metrics = (INSTANCE, CONSISTENCY, TOP1, TOP5)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha < math.inf:
+            raise UserError(f"method.alpha must be a number, 0 or more; got {self.alpha}.")
+        if not 0 <= self.ramp_up <= 1:
+            raise UserError(f"method.ramp_up is a share of the run, between 0 and 1; got {self.ramp_up}.")
+        for name in ("tau", "tau_consistency"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(
+                    f"method.{name} is a temperature and must be a number above 0; got {getattr(self, name)}."
+                )
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(f"method.label_smoothing must be in [0, 1); got {self.label_smoothing}.")
+
+    def schedules(self) -> Mapping[str, Schedule]:
+        """The weight of the term."""
+        return {"alpha": ramp(self.alpha, self.ramp_up)}
+
+    def compare(
+        self, query: Tensor, positive: Tensor, negatives: Tensor, exclude: Tensor | None = None, detach: bool = False
+    ) -> Contrast:
+        """Both terms of queries [b, D], with their positives [b, D], among negatives [K, D]: [b] each."""
+        from co2.objective.contrast import contrast
+
+        return contrast(
+            query, positive, negatives, exclude=exclude, tau_instance=self.tau, detach_target=detach,
+            tau_consistency=self.tau_consistency, label_smoothing=self.label_smoothing, backend=self.backend,
+        )  # fmt: skip
+
+    def objective(self, step: Step, *compared: tuple[float, Any]) -> Output:
+        """The loss is the weighted sum of what was compared, (weight, terms) each; what is reported are means."""
+        total = sum(weight for weight, _ in compared)
+        instance = sum(weight * terms.instance.mean() for weight, terms in compared)
+        consistency = sum(weight * terms.consistency.mean() for weight, terms in compared)
+        loss = instance + step.at("alpha") * consistency if self.alpha > 0 else instance
+        metrics = {"instance": instance / total, "consistency": consistency / total}
+        for best in (1, 5):
+            among = sum(weight * (terms.rank < best).float().mean() for weight, terms in compared)
+            metrics[f"top{best}"] = among / total
+        return Output(loss, metrics)
+
+    def idle(self) -> Mapping[str, str]:
+        """What belongs to a term that has no weight."""
+        if self.alpha:
+            return {}
+        return {"ramp_up": "without the consistency term. Give --method.alpha too, or leave it out."}
+
+    def advice(self, seen: Seen) -> Mapping[str, str]:
+        """A task that is solved too well, and embeddings that the term holds together."""
+        advice = {}
+        if seen.values.get("top1", 0.0) >= PERFECT:
+            advice["leak"] = (
+                "Queries find their own instance in 100% of cases, which usually means a short cut and not learning. "
+                + self.short_cut(seen)
+            )
+        late = seen.done >= LAST_QUARTER and seen.step >= SPREAD_BY
+        if self.alpha and late and seen.values.get("mean_norm", 0.0) > DRAWN_TOGETHER:
+            gentler = "" if self.ramp_up >= 1 else ", or lets alpha rise over the whole run (--method.ramp-up 1)"
+            advice["drawn together"] = (
+                f"The embeddings still point nearly the same way (their mean has a length of "
+                f"{seen.values['mean_norm']:.2f}, without the consistency term it ends near 0). Similarities that are "
+                "all alike make that term small without two views agreeing on anything. It may be too strong: "
+                "embeddings suffer from that, features not always. Compare with a run that has a lower --method.alpha "
+                f"or a higher --method.tau-consistency{gentler}."
+            )
+        return advice
+
+    def short_cut(self, seen: Seen) -> str:
+        """Where the short cut may be that makes the task so easy, and what closes it."""
+        return (
+            "Check that the pictures differ from each other and that views are augmented strongly enough "
+            "(--method.view.crop-scale, --method.view.jitter)."
+        )
+
+    def remedies(self, trouble: Trouble) -> tuple[str, ...]:
+        """Softer temperatures, and a term that weighs less or later."""
+        if trouble == "diverged":
+            return ("a higher --method.tau",)
+        if trouble == "collapsed" and self.alpha:
+            return ("a lower --method.alpha", "--method.ramp-up 0.5, which lets alpha rise")
+        if trouble == "narrow" and self.alpha and not self.ramp_up:
+            return ("--method.ramp-up 0.5",)
+        return ()
