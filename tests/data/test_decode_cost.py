@@ -35,7 +35,7 @@ EMPTY_RESOURCE = b"8BIM\1\2" + bytes(6)
 
 REFUSED: dict[str, tuple[str, Callable[[], bytes]]] = {
     "sequential JPEG, 20,000 scans": (TOO_MANY_SCANS, lambda: hostile.jpeg_of_early_scans(20_000, 11_000)),
-    "sequential JPEG, 101 scans": (TOO_MANY_SCANS, lambda: hostile.jpeg_of_early_scans(100, 64)),
+    "sequential JPEG, a scan too many": (TOO_MANY_SCANS, lambda: hostile.jpeg_of_early_scans(MOST_SCANS, 64)),
     "arithmetic JPEG, 20,000 scans": (TOO_MANY_SCANS, lambda: hostile.jpeg_of_early_scans(20_000, 11_000, 0xC9)),
     "progressive arithmetic JPEG": (TOO_MANY_SCANS, lambda: hostile.jpeg_of_early_scans(20_000, 11_000, 0xCA)),
     "MPO, 20,000 scans": (TOO_MANY_SCANS, lambda: mpo_of_scans(20_000)),
@@ -178,6 +178,7 @@ def pictures(width: int, height: int) -> dict[str, Callable[[], bytes]]:
         "scans.jpg": lambda: hostile.jpeg_of_early_scans(MOST_SCANS - 1, int((width * height) ** 0.5)),
         "arithmetic.jpg": lambda: hostile.jpeg_of_early_scans(MOST_SCANS - 1, int((width * height) ** 0.5), 0xC9),
         "refined.jpg": lambda: hostile.jpeg_of_many_scans(MOST_SCANS - 1, int((width * height) ** 0.5) // 8 * 8),
+        "noise.jpg": lambda: costly.jpeg_that_refines_noise(width, height, MOST_SCANS),
         "alpha.png": lambda: png(width, height, 6, before=[turned]),
         "alpha-sixteen.png": lambda: png(width, height, 6, 16, before=[turned]),
         "grey-sixteen.png": lambda: png(width, height, 0, 16, before=[turned, chunk(b"tRNS", b"\0\0")]),

@@ -25,6 +25,7 @@ from PIL import Image
 
 from co2.data.decode import decode_image, read_image
 from co2.data.source import BadImage
+from co2.files import MOST_BYTES
 
 
 class Cost(NamedTuple):
@@ -90,6 +91,15 @@ def good_jpeg(width: int, height: int, **options: object) -> bytes:
     """A JPEG as a camera's, of so many pixels."""
     colours = np.random.default_rng(0).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
     return saved("JPEG", Image.fromarray(colours).resize((width, height), Image.Resampling.BICUBIC), **options)
+
+
+def jpeg_that_refines_noise(width: int, height: int, scans: int) -> bytes:
+    """A progressive JPEG whose last scan comes again and again, each time with something for every pixel."""
+    noise = np.random.default_rng(0).integers(0, 256, (height, width), dtype=np.uint8)
+    data = saved("JPEG", noise, progressive=True, quality=95)
+    scan = data[data.rindex(b"\xff\xda\x00\x08\x01") : -2]
+    own = data.count(b"\xff\xda\x00\x08\x01")
+    return data[:-2] + scan * min(scans - own, (MOST_BYTES - len(data)) // len(scan)) + data[-2:]
 
 
 def exif(orientation: int) -> bytes:

@@ -39,7 +39,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif",
 # without any compression, with transparency, just fits the third limit.
 MOST_PIXELS = 128_000_000
 LONGEST_SIDE = 65_535  # as JPEG has it; a longer row or column costs more than its pixels
-MOST_SCANS = 100  # each scan of a JPEG is a pass over all pixels; programs write about ten
+MOST_SCANS = 50  # each scan of a JPEG is a pass over all pixels; programs write about ten
 TOO_LARGE = f"larger than {MOST_BYTES // 2**20} MiB"
 
 # EXIF tag 0x0112 says how the camera was held; each value is undone by one transposition.
