@@ -439,9 +439,9 @@ def fuzzed(folder: Path, narrow: dict[str, torch.Tensor], seeds: range, seconds:
     (folder / "same.pt").write_bytes(archive(kinds["archive"]))
     assert open_subject(str(folder / "same.pt")).width == 128
     read = 0
-    for first in range(seeds.start, seeds.stop, 100):
+    for first in range(seeds.start, seeds.stop, 500):
         names = []
-        for seed in range(first, min(first + 100, seeds.stop)):
+        for seed in range(first, min(first + 500, seeds.stop)):
             draw = random.Random(seed)
             kind = draw.choice(["archive", "archive", "views", "bare", "header"])
             if kind == "header":
