@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from shards import write_shards
 
 from co2.cli import main
+from co2.data.open import open_data
 from co2.data.pack_writer import write_pack
-from co2.data.shard_writer import write_shards
 from co2.engine.pretrain import pretrain
 
 MOST_MEBIBYTES = 2560
-THINGS = ("run", "pack", "half-pack", "shards", "half-shards", "voc")
+THINGS = ("run", "pack", "half-pack", "shards", "voc")
 
 
 def link_to(target: str) -> Callable[[Path, Path, Path], None]:
@@ -116,11 +117,11 @@ def good(tmp_path_factory: pytest.TempPathFactory, build_tiny: Callable[..., Any
     newest.with_suffix(".sha256").unlink()
     (folder / "run" / "bad_images.txt").write_text("/a/1.png\tempty file\n")
     assert main(["data", "pack", str(folder / "pictures"), str(folder / "pack")]) == 0
-    assert main(["data", "shard", str(folder / "pictures"), str(folder / "shards"), "--count", "3"]) == 0
+    write_shards(folder / "pictures", folder / "shards", count=3)
+    (folder / "shards" / "shards.json").write_text('{"finished": true}')
+    open_data(str(folder / "shards"))  # and their indices
     with pytest.raises(KeyboardInterrupt):
         write_pack(folder / "pictures", folder / "half-pack", workers=0, progress=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        write_shards(folder / "pictures", folder / "half-shards", count=3, progress=interrupt)
     year = folder / "voc" / "VOCdevkit" / "VOC2012"
     for name in ("JPEGImages", "Annotations", "SegmentationClass", "ImageSets/Main", "ImageSets/Segmentation"):
         (year / name).mkdir(parents=True)
@@ -153,11 +154,8 @@ def commands(what: str, folder: Path, pictures: str) -> dict[str, dict[str, Any]
             "verify": {"words": ["data", "verify", str(folder)]},
             "pack": {"words": ["data", "pack", pictures, str(folder)]},
         }
-    if "shards" in what:
-        return {
-            "pack": {"words": ["data", "pack", str(folder), str(out / "pack")]},
-            "shard": {"words": ["data", "shard", pictures, str(folder), "--count", "3"]},
-        }
+    if what == "shards":
+        return {"pack": {"words": ["data", "pack", str(folder), str(out / "pack")]}}
     return {kind: {"voc": [kind, str(folder)]} for kind in ("detection", "segmentation")}
 
 
@@ -167,7 +165,7 @@ def added(what: str) -> list[str]:
         return [".lock", "config.json.writing", "backbone.safetensors.writing", "metrics.jsonl.writing"]
     if "pack" in what:
         return [".lock", "co2-pack.unfinished.json", "co2-pack.json.writing"]
-    return [".lock", "shards.json.writing", "classes.json"] if "shards" in what else []
+    return []
 
 
 def readers(what: str, name: str) -> list[str]:
@@ -177,8 +175,8 @@ def readers(what: str, name: str) -> list[str]:
         return found.get(name, ["evaluate", "export", "resume"] if name.startswith("backbone") else ["resume"])
     if "pack" in what:
         return ["verify", "pack"]
-    if "shards" in what:
-        return ["pack", "shard"]
+    if what == "shards":
+        return ["pack"]
     return [task for task, parts in VOC_READERS.items() if any(part in name for part in parts)]
 
 

@@ -254,20 +254,6 @@ class ShapesSettings:
 
 
 @dataclass(frozen=True)
-class ShardSettings:
-    """Write images as tar shards in the WebDataset convention, for data too large or too numerous for a folder."""
-
-    source: Annotated[str, tyro.conf.Positional]
-    """What to write: anything that --data takes."""
-    destination: Annotated[str, tyro.conf.Positional]
-    """Folder for train-000000.tar, ... and test-000000.tar, ...: new, empty, or begun by the same command."""
-    size_mib: float = 512.0
-    """About how large a shard becomes, in MiB."""
-    count: int | None = None
-    """How many images a shard holds instead, if given."""
-
-
-@dataclass(frozen=True)
 class PackSettings:
     """Write a packed copy of images: resized, as JPEG, in a few large files in place of millions of small ones."""
 
@@ -294,29 +280,28 @@ class VerifySettings:
 def _data(words: list[str]) -> int:
     kinds: dict[str, Callable[[list[str]], int]] = {
         "shapes": _data_shapes,
-        "shard": _data_shard,
         "pack": _data_pack,
         "verify": _data_verify,
     }
     if not words or words[0] in ("-h", "--help"):
         print(
             "usage: co2 data shapes DESTINATION [--layout folder|voc] [--count N] [--size N] [--seed N]\n"
-            "       co2 data shard SOURCE DESTINATION [--size-mib N | --count N]\n"
             "       co2 data pack SOURCE DESTINATION [--shorter-side 256] [--quality 90] [--workers N]\n"
             "       co2 data verify PACK\n\n"
             "  shapes   write pictures that co2 renders, in ImageFolder or PASCAL VOC layout\n"
-            "  shard    write any images as tar shards in the WebDataset convention\n"
             "  pack     write a resized copy of any images in a few large files, for fast reading\n"
             "  verify   compare every byte of a pack with its checksum"
         )
         return 0
+    if words[0] == "shard":
+        raise UserError("Tar shards are read, but no longer written. Use `co2 data pack SOURCE DESTINATION`.")
     if words[0] not in kinds:
         hint = did_you_mean(words[0], kinds)
-        raise UserError(f"There is no command 'data {words[0]}'.{hint} Use shapes, shard, pack or verify.")
+        raise UserError(f"There is no command 'data {words[0]}'.{hint} Use shapes, pack or verify.")
     try:
         return kinds[words[0]](words[1:])
     except KeyboardInterrupt:
-        if words[0] not in ("shard", "pack"):
+        if words[0] != "pack":
             raise
         print("co2: interrupted. Run the same command again: it goes on where it stood.", file=sys.stderr)
         return 130
@@ -330,21 +315,6 @@ def _data_shapes(words: list[str]) -> int:
     with _image_bar("Writing") as progress:
         write_shapes(**dataclasses.asdict(settings), progress=progress)
     print(f"Wrote {settings.count:,} pictures of shapes to {settings.destination}.")
-    return 0
-
-
-def _data_shard(words: list[str]) -> int:
-    settings = tyro.cli(ShardSettings, args=words, prog="co2 data shard")
-
-    from co2.data.shard_writer import write_shards
-
-    with _image_bar("Writing") as progress:
-        written = write_shards(**dataclasses.asdict(settings), progress=progress)
-    for name, reason in written.left_out:
-        print(f"Left out: {name} ({reason}).", file=sys.stderr)
-    shards = f"{written.shards:,} shard{'s' if written.shards != 1 else ''}"
-    print(f"{written.images:,} images are in {shards} in {settings.destination}.")
-    print(f"Train on them with --data {shlex.quote(settings.destination)}")
     return 0
 
 

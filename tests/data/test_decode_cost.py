@@ -17,7 +17,6 @@ from PIL import Image
 
 from co2.data import decode
 from co2.data.decode import MOST_SCANS, decode_image
-from co2.data.shard_writer import _known_extension
 from co2.data.source import BadImage
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux tells how much memory was taken")
@@ -150,11 +149,6 @@ def test_what_costs_little_is_read() -> None:
         bmp(254, 999, 8, (b"\2\1" * 127 + b"\0\0") * 999, compression=1),  # short runs
     ):
         assert decode_image(data).shape[0] == 3
-
-
-def test_what_a_file_is_called_in_a_shard_costs_no_more_than_reading_it() -> None:
-    assert _known_extension(saved("PNG"), "") == ".png"
-    assert _known_extension(png(8, 8, 2, before=[chunk(b"prVt")] * 100_000), "") == ".jpg"  # it is not gone through
 
 
 # Memory, by the most that a process takes.

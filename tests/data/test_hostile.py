@@ -16,10 +16,10 @@ import pytest
 import torch
 from hostile import CORPUS, HEIGHT, PIXELS, WIDTH, Hostile, saved
 from PIL import Image
+from shards import write_shards
 
 from co2.data.decode import decode_image, read_image
 from co2.data.open import open_data
-from co2.data.shard_writer import write_shards
 from co2.data.shards import ShardSource
 from co2.data.source import BadImage, ImageSource, printable
 from co2.engine.pretrain import pretrain
@@ -132,21 +132,21 @@ def test_a_list(mixed: Path, tmp_path: Path, workers: int) -> None:
 @pytest.fixture(scope="module")
 def sharded(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[ShardSource, dict[int, Hostile], set[str]]:
     """The mixture as shards, which hostile file is which image of them, and what was left out."""
-    out = tmp_path_factory.mktemp("shards")
-    written = write_shards(mixed, out, count=200)
+    out = tmp_path_factory.mktemp("sharded") / "shards"
+    left_out = write_shards(mixed, out, count=200)
     folder = open_data(str(mixed)).train
     by_name = {place_in(mixed, file): file for file in FOUND}
-    assert_named(dict(written.left_out), {name: by_name[name] for name, _ in written.left_out})
+    assert_named(left_out, {name: by_name[name] for name in left_out})
     source = open_data(str(out)).train
     assert isinstance(source, ShardSource)
-    assert len(source) + len(written.left_out) == len(folder)
+    assert len(source) + len(left_out) == len(folder)
     where = {int(source.names[place].split(b".")[0]): place for place in range(len(source))}
     files = {
         where[index]: by_name[folder.describe(index)]
         for index in range(len(folder))
         if index in where and folder.describe(index) in by_name
     }
-    return source, files, {name for name, _ in written.left_out}
+    return source, files, set(left_out)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -20,6 +20,7 @@ import pytest
 import torch
 from hostile import CORPUS, HEIGHT, WIDTH, saved
 from PIL import Image
+from shards import write_shards
 
 from co2.cli import main
 from co2.data import pack_writer
@@ -27,7 +28,6 @@ from co2.data.decode import decode_image
 from co2.data.open import open_data
 from co2.data.pack_writer import Packed, write_pack
 from co2.data.packed import MANIFEST, UNFINISHED, open_pack_splits, verify_pack
-from co2.data.shard_writer import write_shards
 from co2.data.source import ImageSource
 from co2.errors import RunError, UserError
 

@@ -1,4 +1,4 @@
-"""Tar shards: what is found in them, how they are read and written, and what happens when they are hostile."""
+"""Tar shards: what is found in them, how they are read, and what happens when they are hostile."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from hostile import in_bounds, make_endless, make_pipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from shards import write_shards
 
 from co2.checkpoint import load_backbone
 from co2.cli import main
-from co2.data import shard_storage, shard_writer
+from co2.data import shard_storage
 from co2.data.open import open_data, open_splits
-from co2.data.shard_writer import write_shards
 from co2.data.shards import ShardSource
 from co2.data.source import BadImage
 from co2.data.tar_index import DamagedTar, build_index, index_from_bytes, index_to_bytes, tar_members
 from co2.engine.pretrain import Stopped, pretrain
 from co2.engine.trainer import Trainer
-from co2.errors import RunError, UserError
-from co2.files import unfinished
+from co2.errors import UserError
 from co2.views.loader import ViewLoader
 from co2.views.view import View
 
@@ -185,8 +184,9 @@ def test_labels_good_and_bad(name: str, text: bytes, label: int) -> None:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """Shards of 50 labelled pictures, 12 in each."""
+    """Shards of 50 labelled pictures, 12 in each, and their indices."""
     write_shards(pictures(tmp_path / "pictures", 50, labelled=True), tmp_path / "shards", count=12)
+    open_data(str(tmp_path / "shards"))
     return tmp_path / "shards"
 
 
@@ -210,23 +210,6 @@ def test_every_way_to_name_shards(shards: Path, monkeypatch: pytest.MonkeyPatch)
         assert f"{count} images, 3 classes" in data.description
     monkeypatch.chdir(shards)
     assert len(open_data("train-000000.tar").train) == 12
-
-
-def test_shards_hold_what_a_list_names_whatever_its_files_are_called(tmp_path: Path) -> None:
-    for number, name in enumerate(("a.png", "b", "c.dat", "d.JPG", "e.jpeg2", "f")):
-        kind = "JPEG" if name in ("d.JPG", "e.jpeg2") else "PNG"
-        Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(tmp_path / name, format=kind)
-    (tmp_path / "f").write_bytes(b"no image")
-    (tmp_path / "list.txt").write_text("a.png\nb\nc.dat\nd.JPG\ne.jpeg2\nf\n")
-    source = open_data(str(tmp_path / "list.txt")).train
-    for _ in range(2):  # the second time there is nothing left to do
-        assert write_shards(tmp_path / "list.txt", tmp_path / "out").images == 6
-        held = open_data(str(tmp_path / "out")).train
-        assert len(held) == 6
-    assert [held.describe(index)[-4:] for index in range(6)] == [".png", ".png", ".png", ".jpg", ".jpg", ".jpg"]
-    for index in range(5):
-        assert held.encoded(index)[0] == source.encoded(index)[0]
-        assert torch.equal(held.image(index), source.image(index))
 
 
 def test_shards_hold_what_the_folder_held(shards: Path) -> None:
@@ -623,10 +606,10 @@ def test_without_names_classes_are_called_by_their_numbers(shards: Path) -> None
     assert open_data(str(shards)).train.classes == ("0", "1", "2")
 
 
-# Writing.
+# What other programs write.
 
 
-def test_what_is_written_is_what_webdataset_reads(shards: Path) -> None:
+def test_what_is_read_is_what_webdataset_reads(shards: Path) -> None:
     samples: dict[str, dict[str, bytes]] = {}
     for path in sorted(shards.glob("*.tar")):
         samples |= webdataset_samples(path.read_bytes())
@@ -651,208 +634,23 @@ def test_classes_that_only_a_later_split_has_are_named(tmp_path: Path) -> None:
     assert splits["test"].labels.tolist() == [0, 1, 2]  # type: ignore[union-attr]
 
 
-def test_pixels_without_a_file_become_png(tmp_path: Path) -> None:
-    written = write_shards("shapes:30:16", tmp_path / "out", count=300)
-    assert (written.images, written.shards, written.left_out) == (1030, 5, ())
-    ours, theirs = open_data("shapes:30:16"), open_data(str(tmp_path / "out"))
-    assert theirs.test is not None
-    assert ours.test is not None
-    for mine, yours in ((ours.train, theirs.train), (ours.test, theirs.test)):
-        assert len(mine) == len(yours)
-        assert mine.labels.tolist() == yours.labels.tolist()  # type: ignore[union-attr]
-        assert mine.classes == yours.classes
-        assert torch.equal(mine.image(17), yours.image(17))
-
-
-def test_shards_have_about_the_size_that_was_asked_for(tmp_path: Path) -> None:
-    write_shards(pictures(tmp_path / "in", 40), tmp_path / "out", size_mib=0.01)
-    sizes = [path.stat().st_size for path in sorted((tmp_path / "out").glob("*.tar"))]
-    assert len(sizes) == 4
-    assert sizes == [20_480, 20_480, 20_480, 10_240]  # 11 images, and the rest; tar fills up records of 10,240 bytes
-
-
-@pytest.mark.parametrize("settings", [{"count": 7}, {"size_mib": 0.01}])
-def test_an_interrupted_writer_goes_on_where_it_was(tmp_path: Path, settings: dict) -> None:
-    pictures(tmp_path / "in", 40, labelled=True)
-
-    def interrupt(done: int, total: int) -> None:
-        assert total == 40
-        if done == 25:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_shards(tmp_path / "in", tmp_path / "out", **settings, progress=interrupt)
-    finished = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
-    assert 1 <= len(finished) < 6
-    (tmp_path / "out" / f"train-{len(finished):06d}.tar.writing").write_bytes(b"what a killed process leaves")
-    seen: list[int] = []
-    again = write_shards(tmp_path / "in", tmp_path / "out", **settings, progress=lambda done, _: seen.append(done))
-    assert again.images == 40
-    assert len(seen) < 40
-    for name, time in finished.items():
-        assert (tmp_path / "out" / name).stat().st_mtime_ns == time
-    write_shards(tmp_path / "in", tmp_path / "whole", **settings)
-    for path in (tmp_path / "whole").glob("*.tar"):
-        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
-    assert len(list((tmp_path / "whole").glob("*.tar"))) == len(list((tmp_path / "out").glob("*.tar"))) == again.shards
-    assert write_shards(tmp_path / "in", tmp_path / "out", **settings).shards == again.shards  # nothing left to do
-
-
-def test_shards_that_are_not_all_there_are_not_trained_on(tmp_path: Path) -> None:
-    pictures(tmp_path / "in", 10)
-    with pytest.raises(KeyboardInterrupt):
-        write_shards(tmp_path / "in", tmp_path / "out", count=3, progress=stop_at(7))
-    with pytest.raises(UserError, match=r"are unfinished\. Run the `co2 data shard` that began them again"):
-        open_data(str(tmp_path / "out"))
-    assert len(open_data(f"{tmp_path}/out/*.tar").train) == 6  # who names them wants these
-    write_shards(f"{tmp_path}/in/", tmp_path / "out", count=3)  # shells complete a name with a slash
-    assert len(open_data(str(tmp_path / "out")).train) == 10
-
-
-def stop_at(image: int) -> Callable[[int, int], None]:
-    def progress(done: int, total: int) -> None:
-        if done == image:
-            raise KeyboardInterrupt
-
-    return progress
-
-
-def test_images_that_changed_meanwhile_are_refused(tmp_path: Path) -> None:
-    source = pictures(tmp_path / "in", 9)
-    with pytest.raises(KeyboardInterrupt):
-        write_shards(source, tmp_path / "out", count=3, progress=stop_at(4))
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert "train-000000.tar" in before
-    (source / "0000.PNG").rename(source / "9999.PNG")  # as many as before
-    with pytest.raises(UserError, match=r"from other images .* on the data as they were then"):
-        write_shards(source, tmp_path / "out", count=3)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    (source / "9999.PNG").rename(source / "0000.PNG")
-    assert write_shards(source, tmp_path / "out", count=3).images == 9
-
-
-def test_shards_that_an_earlier_version_began_are_gone_on_with(tmp_path: Path) -> None:
-    source, manifest = pictures(tmp_path / "in", 9), tmp_path / "out" / "shards.json"
-    with pytest.raises(KeyboardInterrupt):
-        write_shards(source, tmp_path / "out", count=3, progress=stop_at(4))
-    begun = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({name: value for name, value in begun.items() if name not in ("names", "finished")}))
-    assert write_shards(source, tmp_path / "out", count=3).images == 9
-    assert json.loads(manifest.read_text()) == {**begun, "finished": True}
+def test_shards_that_are_not_all_there_are_not_trained_on(shards: Path) -> None:
+    """As an earlier version of this program left them when it was interrupted."""
+    manifest = {"format": "co2 shards", "images": {"train": 50}, "finished": False}
+    (shards / "shards.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"are unfinished\. Pack the images .* with `co2 data pack`"):
+        open_data(str(shards))
+    assert len(open_data(f"{shards}/*.tar").train) == 50  # who names them wants these
+    (shards / "shards.json").write_text(json.dumps(manifest | {"finished": True}))
+    assert len(open_data(str(shards)).train) == 50
 
 
 @pytest.mark.parametrize("make", [make_pipe, make_endless])
-def test_a_manifest_that_never_ends_is_told_plainly(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    source = pictures(tmp_path / "in", 4)
-    (tmp_path / "out").mkdir()
-    make(tmp_path / "out" / "shards.json")
-    assert re.match("UserError: .*name a new folder", in_bounds(lambda: write_shards(source, tmp_path / "out")))
+def test_a_manifest_that_never_ends_is_told_plainly(shards: Path, make: Callable[[Path], None]) -> None:
+    make(shards / "shards.json")
+    assert re.match("UserError: .*cannot be read.*Repair it", in_bounds(lambda: open_data(str(shards))))
 
 
-def test_two_processes_do_not_write_to_the_same_folder(tmp_path: Path) -> None:
-    pictures(tmp_path / "in", 4)
-    told, tell = os.pipe()
-    wait, release = os.pipe()
-
-    def hold(done: int, total: int) -> None:
-        os.write(tell, b".")
-        os.read(wait, 1)
-
-    child = os.fork()
-    if child == 0:
-        try:
-            write_shards(tmp_path / "in", tmp_path / "out", count=2, progress=hold)
-        finally:
-            os._exit(0)
-    os.read(told, 1)
-    try:
-        with pytest.raises(UserError, match="Another process is writing"):
-            write_shards(tmp_path / "in", tmp_path / "out", count=2)
-        assert "train-000000.tar" in map(unfinished, os.listdir(tmp_path / "out"))
-    finally:
-        os.write(release, b"." * 100)
-        os.waitpid(child, 0)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.name[0] != ".") == [
-        "shards.json",
-        "train-000000.tar",
-        "train-000001.tar",
-    ]
-    assert write_shards(tmp_path / "in", tmp_path / "out", count=2).images == 4
-
-
-def test_what_lies_in_the_destination_is_never_touched(tmp_path: Path) -> None:
-    pictures(tmp_path / "in", 4)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("dear to me")
-    with pytest.raises(UserError, match=r"holds something else \('thesis.txt'\)"):
-        write_shards(tmp_path / "in", tmp_path / "out")
-    with pytest.raises(UserError, match="holds something else"):
-        write_shards(tmp_path / "in", tmp_path / "in")
-    (tmp_path / "out" / "thesis.txt").rename(tmp_path / "out" / "train-000000.tar")
-    with pytest.raises(UserError, match="holds something else"):
-        write_shards(tmp_path / "in", tmp_path / "out")
-    assert (tmp_path / "out" / "train-000000.tar").read_text() == "dear to me"
-    with pytest.raises(UserError, match="is a file"):
-        write_shards(tmp_path / "in", tmp_path / "out" / "train-000000.tar")
-
-
-def test_other_settings_do_not_mix(tmp_path: Path) -> None:
-    pictures(tmp_path / "in", 4)
-    write_shards(tmp_path / "in", tmp_path / "out", count=2)
-    with pytest.raises(UserError, match="with other settings"):
-        write_shards(tmp_path / "in", tmp_path / "out", count=3)
-    pictures(tmp_path / "in", 5)
-    with pytest.raises(UserError, match="another source"):
-        write_shards(tmp_path / "in", tmp_path / "out", count=2)
-
-
-def test_a_full_disk_keeps_what_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures(tmp_path / "in", 10)
-    fsync, calls = os.fsync, []
-
-    def full(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) == 7:  # after the manifest and two shards, each with the name that it gets
-            raise OSError(28, "No space left on device")
-        fsync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(RunError, match=r"No space left on device.*run the command again"):
-            write_shards(tmp_path / "in", tmp_path / "out", count=3)
-    assert sorted(path.name for path in (tmp_path / "out").glob("train*")) == ["train-000000.tar", "train-000001.tar"]
-    assert write_shards(tmp_path / "in", tmp_path / "out", count=3).images == 10
-
-
-@pytest.mark.parametrize(
-    "settings", [{"count": 0}, {"size_mib": 0}, {"size_mib": float("nan")}, {"size_mib": float("inf")}]
-)
-def test_a_shard_needs_room(tmp_path: Path, settings: dict) -> None:
-    with pytest.raises(UserError, match="room for an image"):
-        write_shards("digits", tmp_path / "out", **settings)
-
-
-def test_an_interrupted_command_says_how_to_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pictures(tmp_path / "in", 3)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(shard_writer, "_add", interrupt)
-    assert main(["data", "shard", str(tmp_path / "in"), str(tmp_path / "out")]) == 130
-    assert capsys.readouterr() == ("", "co2: interrupted. Run the same command again: it goes on where it stood.\n")
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pictures(tmp_path / "in", 6)
-    (tmp_path / "in" / "gone.png").symlink_to(tmp_path / "nowhere.png")
-    (tmp_path / "in" / "bad\n[red].png").write_bytes(b"copied as it is")
-    assert main(["data", "shard", str(tmp_path / "in"), str(tmp_path / "out"), "--count", "4"]) == 0
-    output = capsys.readouterr()
-    assert "7 images are in 2 shards" in output.out
-    assert f"Left out: {tmp_path}/in/gone.png (the file does not exist)." in output.err
-    assert main(["data", "shard", "pipe:evil", str(tmp_path / "out2")]) == 2
-    assert "commands are not run" in capsys.readouterr().err
-    assert not (tmp_path / "out2").exists()
+def test_the_command_that_wrote_shards_names_the_one_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "shard", "pictures", "shards", "--count", "4"]) == 2
+    assert "Use `co2 data pack SOURCE DESTINATION`" in capsys.readouterr().err

@@ -26,6 +26,7 @@ from inputs import (
     told,
     view_loader,
 )
+from shards import write_shards
 from test_hostile import assert_named, mixed, place_in  # noqa: F401 - `mixed` is a fixture
 
 from co2.data.decode import decode_image
@@ -33,7 +34,6 @@ from co2.data.folder import FileSource
 from co2.data.open import open_data
 from co2.data.pack_writer import write_pack
 from co2.data.plain_jpeg import plain_jpeg_size
-from co2.data.shard_writer import write_shards
 from co2.data.shards import ShardSource
 from co2.data.source import ArraySource, BadImage
 from co2.errors import UserError

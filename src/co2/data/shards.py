@@ -29,8 +29,8 @@ from co2.data.source import HELD_OUT, BadImage, ImageSource, Parts, choose_held_
 from co2.errors import UserError
 from co2.files import MOST_BYTES, parse_json
 
-CLASSES_FILE = "classes.json"
-MANIFEST = "shards.json"  # what `co2 data shard` has made the shards of, and whether all are there
+_CLASSES_FILE = "classes.json"
+_MANIFEST = "shards.json"  # by which an earlier version of this program noted whether all shards are there
 _MOST_SHARDS = 1_000_000
 _MOST_CLASSES_BYTES = 32 * 2**20
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -176,7 +176,7 @@ def _split_of(path: str) -> str:
 def _name_classes(sources: Sequence[ShardSource], folder: str) -> None:
     """Give all sources the same classes, by the names in classes.json if it lies beside the shards."""
     labelled = [source for source in sources if source.labels is not None]
-    path = f"{folder}/{CLASSES_FILE}" if is_remote(folder) else os.path.join(folder, CLASSES_FILE)
+    path = f"{folder}/{_CLASSES_FILE}" if is_remote(folder) else os.path.join(folder, _CLASSES_FILE)
     try:
         text = read_beginning(path, _MOST_CLASSES_BYTES)
         names = parse_json(text)
@@ -202,7 +202,7 @@ def _no_images(name: str, shards: Sequence[str], damaged: Sequence[str]) -> str:
     if damaged:
         return (
             f"No images were found in '{printable(name)}'. {damaged[0]}. Copy the file again, unpack it if it is "
-            "compressed, or make shards with `co2 data shard`."
+            "compressed, or make a pack of the images with `co2 data pack`."
         )
     return (
         f"No images were found in the {len(shards)} tar file(s) of '{printable(name)}'. Members whose names end in "
@@ -247,11 +247,11 @@ def _shards_in_folder(folder: str) -> list[str] | None:
             seen = sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
     except OSError:
         return None  # said where the folder is read for its images
-    manifest = read_json(os.path.join(folder, MANIFEST)) if (MANIFEST, False) in seen else None
+    manifest = read_json(os.path.join(folder, _MANIFEST)) if (_MANIFEST, False) in seen else None
     if isinstance(manifest, dict) and manifest.get("finished") is False:
         raise UserError(
-            f"The shards in '{printable(folder)}' are unfinished. Run the `co2 data shard` that began them again: it "
-            "goes on where it stood."
+            f"The shards in '{printable(folder)}' are unfinished. Pack the images that they were to hold with "
+            f"`co2 data pack`, or name those that are there: '{printable(folder)}/*.tar'."
         )
     tars = [os.path.join(folder, name) for name, is_folder in seen if name.lower().endswith(".tar") and not is_folder]
     others = any(is_folder or name.lower().endswith(EXTENSIONS) for name, is_folder in seen)
