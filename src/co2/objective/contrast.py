@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from co2.errors import did_you_mean
+from co2.objective.blocks import in_blocks, pays
 from co2.objective.reference import reference
 from co2.objective.specification import Backend, Consistency, Precision
 
-BACKENDS: tuple[Backend, ...] = ("auto", "reference", "fused")
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "blocks", "fused")
 PRECISIONS: tuple[Precision, ...] = ("fast", "full")
 
 # Checks the contract of `contrast` (unit rows, no NaN) on every call, at the price of waiting for the device.
@@ -65,8 +66,9 @@ def contrast(
             those of a weakly augmented view, or of another network.
         target_negatives: [K, F] unit rows that the target is compared with, column by column the images of
             `negatives`; by default these themselves.
-        backend: "reference" (plain PyTorch), "fused" (Triton kernels that hold no [B, K] matrix), or "auto": fused on
-            an NVIDIA GPU that can run it, the reference elsewhere.
+        backend: "reference" (plain PyTorch), "blocks" (the same a few rows at a time, for CPUs: it holds no [B, K]
+            matrix), "fused" (Triton kernels that hold none either), or "auto": fused on an NVIDIA GPU that can run it,
+            blocks on CPUs where the matrix is large and negatives carry no gradient, the reference elsewhere.
         precision: how the fused kernels multiply matrices. "fast" rounds their operands to ten bits of mantissa, as
             TF32 does; "full" keeps float32 and is slower. Sums are float32 either way. The reference does not look
             at this and follows torch.set_float32_matmul_precision.
@@ -87,6 +89,8 @@ def contrast(
         from co2.objective.fused import fused
 
         return Contrast(*fused(*arguments, precision == "full"))
+    if backend == "blocks" or (backend == "auto" and pays(query, negatives)):
+        return Contrast(*in_blocks(*arguments, target, target_negatives))
     return Contrast(*reference(*arguments, target, target_negatives))
 
 
@@ -131,7 +135,7 @@ def why_not_fused(query: Tensor) -> str | None:
 
 
 def _takes_fused(query: Tensor, backend: Backend, why_not_streamed: str | None = None) -> bool:
-    if backend == "reference" or (backend == "auto" and query.device.type != "cuda"):
+    if backend in ("reference", "blocks") or (backend == "auto" and query.device.type != "cuda"):
         return False
     why_not = why_not_fused(query) or why_not_streamed
     if why_not is None:

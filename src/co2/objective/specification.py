@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from co2.errors import UserError
 
-Backend = Literal["auto", "reference", "fused"]
+Backend = Literal["auto", "reference", "blocks", "fused"]
 Precision = Literal["fast", "full"]
 
 
