@@ -112,24 +112,36 @@ def _overview() -> str:
 def _pretrain(words: list[str]) -> int:
     from co2 import recipes
     from co2.experiment import Experiment, refuse_idle
+    from co2.method import load_from_file
+    from co2.runs.upgrade import renamed
 
     if not words or words[0] in ("-h", "--help"):
-        print("usage: co2 pretrain RECIPE --data PATH --out DIR [--epochs N] [--batch-size N] ...\n")
+        print("usage: co2 pretrain RECIPE --data PATH --out DIR [--epochs N] [--batch-size N] ...")
+        print("       co2 pretrain path/to/file.py:Method --data PATH ...   a method of your own\n")
         _recipes([])
         print("\n`co2 pretrain RECIPE --help` lists every setting of a recipe with its value.")
         return 0
     if words[0].startswith("-"):
         raise UserError("Name the recipe first: co2 pretrain RECIPE --data PATH. `co2 recipes` lists them all.")
+    for word in words[1:]:
+        option = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and (now := renamed(option)) is not None:
+            raise UserError(f"--{option} {now}.")
+    if ":" in words[0]:
+        method = load_from_file(words[0])
+        recipe, summary = Experiment(method=method(), recipe=method.__name__.lower()), f"{method.__name__}, of your own"
+    else:
+        recipe, summary = recipes.get(words[0]), recipes.RECIPES[words[0]].summary
     experiment = tyro.cli(
         Experiment,
         args=_resume_alone(words[1:]),
-        default=recipes.get(words[0]),
+        default=recipe,
         prog=f"co2 pretrain {words[0]}",
-        description=recipes.RECIPES[words[0]].summary + ".",
+        description=f"{summary}.",
         console_outputs=read_launch().is_first,
     )
     if not experiment.resume:  # a run goes on as it was begun
-        refuse_idle(experiment, recipes.get(words[0]))
+        refuse_idle(experiment, recipe)
 
     with _interrupted_afterwards():
         from co2.engine.pretrain import Stopped, pretrain

@@ -322,7 +322,7 @@ def _new_value(hint: Any, before: Any, value: Any, name: str) -> Any:
         return value
     if isinstance(value, Mapping):
         return _edited(before, value, f"{name}.")
-    if not isinstance(value, type(before)):
+    if not isinstance(value, Method if isinstance(before, Method) else type(before)):
         raise UserError(f"{name} is a group of settings. Give those that change by name: {name}={{...}}.")
     return value
 

@@ -11,16 +11,18 @@ This page imports nothing of the engine: what the engine has to hand over is wri
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from co2.errors import UserError
+from co2.errors import UserError, did_you_mean
 from co2.lazily import torch
 from co2.measures.metric import Metric
 from co2.schema import shown
@@ -308,6 +310,61 @@ def load_methods() -> None:
                 "Repair that package, or uninstall it."
             ) from error
     _loaded.add("loaded")
+
+
+def load_from_file(words: str) -> type[Method]:
+    """The method that `path/to/file.py:Method` names, whose file is run. What may be wrong is said in a sentence."""
+    text, _, name = words.rpartition(":")
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise UserError(f"There is no file {text}. Name a method of your own as path/to/file.py:Method.")
+    module_name = path.stem if path.stem not in sys.modules else f"{path.stem}_of_a_method"
+    specification = importlib.util.spec_from_file_location(module_name, path)
+    if specification is None or specification.loader is None:
+        raise UserError(f"{text} is no Python file. Name a method of your own as path/to/file.py:Method.")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[module_name] = module  # where a dataclass looks up what its fields are declared as
+    try:
+        specification.loader.exec_module(module)
+    except Exception as error:  # somebody else's code, which may fail in any way
+        del sys.modules[module_name]
+        raise UserError(f"{text} cannot be imported: {type(error).__name__}: {error}. Put that right first.") from error
+    found = getattr(module, name, None)
+    own = [one for one, value in vars(module).items() if isinstance(value, type) and issubclass(value, Method)]
+    own = [one for one in own if vars(module)[one].__module__ == module_name]
+    if found is None:
+        there = f" It has {', '.join(own)}." if own else " It has no method at all: inherit from co2.method.Method."
+        raise UserError(f"{text} has no {name}.{did_you_mean(name, own)}{there}")
+    if not isinstance(found, type) or not issubclass(found, Method):
+        raise UserError(f"{name} in {text} is no method: let it inherit from co2.method.Method.")
+    check_method(found)
+    return found
+
+
+def check_method(kind: type[Method]) -> None:
+    """Whether a class keeps to the contract, as far as that can be seen before it is used."""
+    where = f"{kind.__name__} in {_file_of(kind)}"
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    if missing:
+        raise UserError(f"{where} lacks {', '.join(missing)}. What a method has to have is in co2.method.Method.")
+    if "__dataclass_params__" not in vars(kind):
+        raise UserError(f"{where} is no frozen dataclass: write @dataclass(frozen=True, kw_only=True) above it.")
+
+
+def check_output(method: Method, output: Any) -> None:
+    """Whether what `loss` gave back is what it says of itself."""
+    where = f"{type(method).__name__}.loss in {_file_of(type(method))}"
+    if not isinstance(output, Output):
+        raise UserError(f"{where} gives back a {type(output).__name__}: let it give back a co2.method.Output.")
+    if not isinstance(output.loss, torch.Tensor) or output.loss.dim():
+        shape = list(output.loss.shape) if isinstance(output.loss, torch.Tensor) else type(output.loss).__name__
+        raise UserError(f"{where} gives back a loss that is no single number but {shape}: take its mean.")
+    lacking = [metric.name for metric in method.metrics if metric.name not in output.metrics]
+    if lacking:
+        raise UserError(
+            f"{where} does not give back {', '.join(lacking)}, which its metrics declare. Give it back in "
+            "Output.metrics, or leave the declaration out."
+        )
 
 
 ENTRY_POINTS = "co2.methods"

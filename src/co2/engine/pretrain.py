@@ -43,13 +43,14 @@ from co2.engine.records import (
     claim_folder,
     rows_of,
 )
-from co2.engine.trainer import Trainer, check_execution, measured
+from co2.engine.trainer import Epoch, Trainer, check_execution, measured
 from co2.errors import RunError, UserError
 from co2.experiment import Experiment, Precision, flatten, read_experiment
 from co2.files import write_atomically
 from co2.machine.device import choose_device, choose_workers, multiplies_bfloat16, ran_out_of_memory, stream_of_its_own
 from co2.machine.memory import freed_memory_kept
 from co2.machine.process import Terminated, interrupted_by_sigterm, stop_requests
+from co2.method import Method
 from co2.objective.contrast import why_not_fused
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch
@@ -67,14 +68,29 @@ class Stopped(Exception):  # noqa: N818 - it is what the user asked for, not an 
         self.signal_number = signal_number
 
 
-def pretrain(experiment: Experiment, *, data: str | Path | None = None, out: str | Path | None = None) -> Path:
+def pretrain(
+    experiment: Experiment | None = None,
+    *,
+    method: Method | None = None,
+    data: str | Path | None = None,
+    out: str | Path | None = None,
+) -> Path:
     """Pre-train a backbone and return the run folder. Started by torchrun, it trains with all its processes together.
 
     Args:
         experiment: a recipe, for instance `co2.recipes.co2_v2()`, edited or not.
+        method: in place of the experiment's, one of your own, say; without an experiment it is trained as `Experiment`
+            has it where nothing else is said.
         data: where the images are, if the experiment does not say it already.
         out: the run folder, likewise.
     """
+    if experiment is None and method is None:
+        raise UserError("Say what to train: a recipe, co2.recipes.co2_v2() say, or a method.")
+    if experiment is None:
+        assert method is not None
+        experiment = Experiment(method=method, recipe=type(method).__name__.lower())
+    elif method is not None:
+        experiment = experiment.edit(method=method)
     if data is not None:
         experiment = experiment.edit(data=str(data))
     run = Path(out or experiment.out or Path("runs", f"{experiment.recipe}-s{experiment.seed}"))
@@ -229,7 +245,7 @@ class Run:
         self.folder = folder
         self.names = names  # their fingerprint
         self.train = splits.train
-        workers = choose_workers(experiment.workers, processes.launch.local_count)
+        self.workers = workers = choose_workers(experiment.workers, processes.launch.local_count)
         groups = experiment.network.groups
         self.display = display
         resident = experiment.execution.resident_gib
@@ -292,6 +308,8 @@ class Run:
         """Train epoch `number`, counted from 0, or what is left of it."""
         interval = Interval(self.trainer.device, measured(self.experiment.method))
         first_batch = self.trainer.step % self.steps_per_epoch
+        if first_batch == 0:
+            self._before_epoch(number)
         batches = self.loader.epoch(number, first_batch, self.experiment.views(number))
         for batch in interval.waiting_for(self.processes.batches(batches)):
             self._note_bad(batch)
@@ -318,6 +336,16 @@ class Run:
                     self._stop_if(stop_requested)
             if stop:
                 self._stop(stop)
+
+    def _before_epoch(self, number: int) -> None:
+        """What the method does with all images, if anything: a part of the epoch's first step, so that a run that goes
+        on from a checkpoint before it does it again, and from one behind it does not."""
+        method = self.experiment.method
+        if type(method).before_epoch is not Method.before_epoch:
+            self.trainer.settle()
+            epoch = Epoch(self.trainer, number, self.train, self.workers)
+            with torch.no_grad():
+                self.processes.each(lambda: method.before_epoch(self.trainer.nets, epoch))
 
     def _stop_if(self, requested: list[int]) -> None:
         """Stop here, if any of the processes was told to."""

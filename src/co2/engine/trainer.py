@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,16 +14,18 @@ from torch import Tensor, nn
 
 from co2 import philox
 from co2.checkpoint import load_weights
+from co2.data.source import ImageSource
 from co2.engine.capture import CapturedStep
 from co2.engine.distributed import ALONE, Processes
 from co2.engine.optimisers import build_optimiser
 from co2.engine.schedule import learning_rate
 from co2.errors import UserError
 from co2.experiment import Execution, Experiment, Precision, StepKind
-from co2.method import Draw, Method, Output, Step
+from co2.method import Draw, Method, Output, Step, check_method, check_output
 from co2.networks.backbones import UnsuitableViewSizeError, build_backbone, check_view_size
+from co2.networks.features import evaluation_mode
 from co2.networks.parts import Parts
-from co2.views.loader import Batch
+from co2.views.loader import Batch, plain_batches
 from co2.views.transform import normalise_for_convolutions
 
 # torch 2.11's compiler fails on statistics in groups when it also tries to join sums along different axes.
@@ -54,6 +57,18 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 def measured(method: Method) -> tuple[str, ...]:
     """What a step of a method reports, in this order."""
     return ("loss", *(metric.name for metric in method.metrics))
+
+
+@contextmanager
+def _kept_to_itself(method: Method) -> Iterator[None]:
+    """Says in a sentence that a method tries to keep something in itself."""
+    try:
+        yield
+    except dataclasses.FrozenInstanceError as error:
+        raise UserError(
+            f"The method {method.name} keeps something in itself ({error}), which no checkpoint would have. Keep it in "
+            "a buffer of one of its networks, and change it in `update`."
+        ) from error
 
 
 def build_networks(experiment: Experiment, images: int, classes: int | None = None) -> Any:
@@ -112,6 +127,7 @@ class Trainer:
             lap: called after each part of a step with its name; a stopwatch may stand here.
         """
         self.experiment, self.method = experiment, experiment.method
+        check_method(type(self.method))
         self.steps = steps
         self.device = device
         self.processes = processes
@@ -219,8 +235,10 @@ class Trainer:
         self._lap("start")
         step = self._step(images, *loaded)
         self._lap("views")
-        with self.autocast:
+        with self.autocast, _kept_to_itself(self.method):
             output = self.forward(step)
+        if not self.step:
+            check_output(self.method, output)
         self._lap("forward")
         self.optimiser.zero_grad(set_to_none=True)
         (output.loss * self._share.weight).backward()
@@ -322,3 +340,39 @@ class Trainer:
         self.optimiser.load_state_dict(state["optimiser"])
         for group, (rate, fused) in zip(self.optimiser.param_groups, own, strict=True):
             group.update(lr=rate, fused=fused)  # these belong to the device, not to the run
+
+
+class Epoch:
+    """What a method sees of all images before an epoch: `co2.method.Epoch`."""
+
+    def __init__(self, trainer: Trainer, number: int, source: ImageSource, workers: int) -> None:
+        self.number = number
+        self._trainer, self._source, self._workers = trainer, source, workers
+
+    def at(self, name: str) -> float:
+        """What `schedules` says of the epoch's first step."""
+        return self._trainer.schedules[name](self._trainer.done)
+
+    def drawn(self, name: str) -> Tensor:
+        """What `draws` names, of those made every epoch: int64 [X]."""
+        trainer = self._trainer
+        draw, times = trainer.draws[name], torch.tensor([self.number])
+        rows = draw.numbers(trainer.experiment.seed, stream_of(name, draw), times, 0, trainer.images)
+        return rows[0].to(trainer.device)
+
+    def features(self, network: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a network in evaluation mode makes of the plain view of all images: [N, D], in order. Each process has
+        a part of them, and all get the whole. The row of an image that cannot be read is zeros."""
+        trainer, plain = self._trainer, self._trainer.experiment.plain
+        share = trainer.processes.share(len(self._source), trainer.processes.count)
+        own = range(share.rows.start, share.rows.stop)
+        rows, places = [], []
+        with evaluation_mode(trainer.nets), torch.no_grad(), trainer.autocast:
+            for batch in plain_batches(self._source.subset(own), plain.size, 256, self._workers):
+                pictures = batch.views[0].to(trainer.device, non_blocking=True)
+                rows.append(network(normalise_for_convolutions(pictures, plain, trainer.precision)).float())
+                places.append(batch.indices)
+        found = torch.cat(rows)
+        whole = found.new_zeros(len(own), *found.shape[1:])  # [n, D]
+        whole[torch.cat(places).to(trainer.device)] = found
+        return share.gather(whole)

@@ -73,8 +73,10 @@ def settings(plain: Any) -> Any:
     names = _SHARED | _OWN[method]
     put(new, "method.name", method)
     for old, value in flat.items():
-        if old in names or old not in _IDLE:
-            put(new, names.get(old, old), value)  # an unknown one stays where it is, to be refused by its name
+        if old in names:
+            put(new, names[old], value)
+        elif old not in _IDLE:
+            new[old] = value  # an unknown one, to be refused by its name
     optimisation = new.get("optimisation")
     if isinstance(optimisation, dict) and optimisation.get("optimiser") == "lars":
         new["optimisation"] = optimisation | {"decay": "matrices"}
