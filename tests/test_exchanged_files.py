@@ -137,16 +137,14 @@ def good(tmp_path_factory: pytest.TempPathFactory, build_tiny: Callable[..., Any
     return folder
 
 
-def commands(what: str, folder: Path, pictures: str) -> dict[str, dict[str, Any]]:
+def commands(what: str, folder: Path, good: Path) -> dict[str, dict[str, Any]]:
     """What reads a thing, and is run on it, each a task for the server."""
-    out = folder.parent / "out"
+    out, pictures = folder.parent / "out", str(good / "pictures")
     if what == "run":
-        tiny = json.loads((folder.parents[1] / "config.json").read_text())
-        again = ["pretrain", "demo-co2", "--resume", "--out", str(folder), *tiny]
         return {
             "evaluate": {"words": ["evaluate", "knn", str(folder), "--data", pictures, "--out", str(out / "knn.json")]},
             "report": {"words": ["report", str(folder), "--out", str(out / "page.html")]},
-            "resume": {"words": again},
+            "resume": {"resume": [str(good / "run" / "config.json"), str(folder)]},
             "export": {"words": ["export", str(folder), "--to", "timm", "--out", str(out / "weights.safetensors")]},
         }
     if "pack" in what:
@@ -217,8 +215,6 @@ def try_one(server: Server, good: Path, room: Path, what: str, case: tuple[str, 
         (elsewhere / path).write_text("precious\n")
     shutil.copytree(good / what, place / what)
     (place / "out").mkdir()
-    if what == "run":
-        (room / "config.json").write_text((good / "words.json").read_text())
     path = place / what / name
     others = sorted(p for p in (good / what).rglob("*") if p.is_file() and p.name != path.name)
     original = good / what / name
@@ -228,7 +224,7 @@ def try_one(server: Server, good: Path, room: Path, what: str, case: tuple[str, 
     path.unlink(missing_ok=True)
     KINDS[kind](path, elsewhere, other)
     before = state(elsewhere)
-    answer = server.run(commands(what, place / what, str(good / "pictures"))[command])
+    answer = server.run(commands(what, place / what, good)[command])
     wrong = []
     if answer["code"] not in (0, 1, 2):
         wrong.append(f"ended with {answer['code']}")
@@ -244,26 +240,9 @@ def try_one(server: Server, good: Path, room: Path, what: str, case: tuple[str, 
     return [f"{what}/{name} as {kind}, {command}: {', '.join(wrong)}\n{answer['said']}"] if wrong else []
 
 
-@pytest.fixture(scope="module")
-def words(good: Path, build_tiny: Callable[..., Any]) -> None:
-    """How the run of `good` is gone on with, on the command line."""
-    from co2.config import flatten
-
-    from co2.recipes import get
-
-    usual = flatten(get("demo-co2"))
-    changed = {
-        name: value
-        for name, value in flatten(build_tiny()).items()
-        if value != usual[name] and name not in ("out", "resume", "recipe")
-    }
-    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in changed.items()]
-    (good / "words.json").write_text(json.dumps([word for pair in pairs for word in pair]))
-
-
 @pytest.mark.parametrize("what", THINGS)
 def test_a_file_exchanged_for_something_else_hangs_nothing_and_reaches_nothing(
-    server: Server, good: Path, words: None, tmp_path: Path, what: str
+    server: Server, good: Path, tmp_path: Path, what: str
 ) -> None:
     """A few of them by default."""
     all_of_them = cases(good, what)
@@ -273,9 +252,7 @@ def test_a_file_exchanged_for_something_else_hangs_nothing_and_reaches_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", THINGS)
-def test_every_file_exchanged_for_every_kind_of_thing(
-    server: Server, good: Path, words: None, tmp_path: Path, what: str
-) -> None:
+def test_every_file_exchanged_for_every_kind_of_thing(server: Server, good: Path, tmp_path: Path, what: str) -> None:
     all_of_them = cases(good, what)
     wrong = []
     for case in all_of_them:
@@ -288,7 +265,7 @@ def test_every_file_exchanged_for_every_kind_of_thing(
 
 @pytest.mark.slow
 def test_the_commands_do_what_they_should_where_nothing_is_exchanged(
-    server: Server, good: Path, words: None, tmp_path: Path
+    server: Server, good: Path, tmp_path: Path
 ) -> None:
     """Else the tests above would see nothing but refusals."""
     for what in THINGS:
@@ -296,8 +273,7 @@ def test_the_commands_do_what_they_should_where_nothing_is_exchanged(
         place.mkdir(parents=True)
         shutil.copytree(good / what, place / what)
         (place / "out").mkdir()
-        (tmp_path / what / "config.json").write_text((good / "words.json").read_text())
-        for command, task in commands(what, place / what, str(good / "pictures")).items():
+        for command, task in commands(what, place / what, good).items():
             answer = server.run(task)
             # Of what only this program has, export says so once it has read it; what is unfinished is not read.
             refusal = "which timm does not have" in answer["said"] or "unfinished" in answer["said"]

@@ -155,7 +155,7 @@ def test_any_header_is_plain_or_not(tmp_path: Path) -> None:
 
 
 def test_what_no_jpeg_can_hold_is_left_out(tmp_path: Path) -> None:
-    files = packed(tmp_path, saved("PNG", Image.new("RGB", (66_000, 2))), saved("PNG", NOISE))
+    files = packed(tmp_path, saved("PNG", Image.new("RGB", (65_520, 2))), saved("PNG", NOISE))
     assert len(files) == 1
     name, reason = (tmp_path / "out" / "bad_images.txt").read_text().rstrip("\n").split("\t")
     assert name.endswith("0.img.jpg")
@@ -608,7 +608,7 @@ def test_where_no_image_can_be_read_there_is_no_pack(tmp_path: Path, monkeypatch
     with pytest.raises(UserError, match="The only image"):
         write_pack(tmp_path / "in", tmp_path / "out", workers=0)
     assert not (tmp_path / "out").exists()
-    Image.new("RGB", (66_000, 2)).save(tmp_path / "in" / "a.png")  # can be read, and not written
+    Image.new("RGB", (65_520, 2)).save(tmp_path / "in" / "a.png")  # can be read, and not written
     with pytest.raises(RunError, match=r"None of the images.*bad_images.txt' tells why"):
         write_pack(tmp_path / "in", tmp_path / "out", workers=0)
 

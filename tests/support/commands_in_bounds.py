@@ -1,32 +1,45 @@
 """Runs commands of the program one after the other, each in a fork of this process: torch is loaded once.
 
-Reads a line of JSON for each from its input: `{"words": [...]}` for the command line, or `{"voc": [kind, root]}` for
-a reader of VOC trees. Answers each with a line of JSON: how it ended, what it said, and the memory at its peak.
+Reads a line of JSON for each from its input: `{"words": [...]}` for the command line, `{"resume": [settings, folder]}`
+for a run that goes on with the settings in a file, or `{"voc": [kind, root]}` for a reader of VOC trees. Answers each
+with a line of JSON: how it ended, what it said, and the memory at its peak.
 """
 
 import json
 import os
+import resource
 import signal
 import sys
 import tempfile
 from itertools import islice
+from pathlib import Path
 
 import torch  # noqa: F401 - loaded before the forks
 
 from co2 import export, study  # noqa: F401
 from co2.cli import main
-from co2.engine import pretrain  # noqa: F401
+from co2.engine import pretrain
 from co2.errors import UserError
 from co2.evaluation import command, knn, suite  # noqa: F401
 from co2.evaluation.voc.data import read_detection, read_segmentation
+from co2.experiment import read_experiment
 from co2.report import page  # noqa: F401
 
-SECONDS = 20
+SECONDS = 20  # of computing
+SECONDS_ON_A_BUSY_MACHINE = 120  # for what computes nothing, but waits
 
 
 def act(task):
     if "words" in task:
         return main(task["words"])
+    if "resume" in task:
+        settings, folder = task["resume"]
+        try:
+            pretrain.pretrain(read_experiment(Path(settings)).edit(out=folder, resume=True))
+        except UserError as error:
+            print(error)
+            return error.exit_code
+        return 0
     kind, root = task["voc"]
     from co2.data.source import BadImage
 
@@ -52,7 +65,8 @@ for line in sys.stdin:
         if child == 0:
             code = 70
             try:
-                signal.alarm(SECONDS)
+                resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+                signal.alarm(SECONDS_ON_A_BUSY_MACHINE)
                 for number in (1, 2):
                     os.dup2(said.fileno(), number)
                 code = act(task)
