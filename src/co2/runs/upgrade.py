@@ -6,11 +6,13 @@ names.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from co2.errors import UserError
+from co2.files import parse_json
 from co2.schema import shown
 
 _METHODS = {"queue": "moco", "in-batch": "simclr", "memory-bank": "insdisc"}
@@ -89,7 +91,7 @@ def changes_of(written: Any, changes: Mapping[str, Any]) -> Mapping[str, Any]:
     base = settings(written)
     if base is written:
         return changes
-    other = json.loads(json.dumps(written))
+    other = copy.deepcopy(written)
     for name, value in changes.items():
         put(other, name, value)
     ours, theirs = flattened(base), flattened(settings(other))
@@ -124,7 +126,7 @@ def state(kept: Any) -> Any:
         return kept
     new = {name: value for name, value in kept.items() if name != "mechanism"} | {"nets": kept["mechanism"]}
     if isinstance(new.get("experiment"), str):
-        new["experiment"] = json.dumps(settings(json.loads(new["experiment"])))
+        new["experiment"] = json.dumps(settings(parse_json(new["experiment"])))
     return new
 
 
