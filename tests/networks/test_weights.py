@@ -54,9 +54,9 @@ def saved(content: object, zipped: bool = True) -> bytes:
 
 def of_a_run(weights: object, **changes: object) -> dict[str, Any]:
     """The part of a run's checkpoint that an evaluation looks at."""
-    mechanism = {f"encoder.backbone.{key}": value for key, value in weights.items()} if weights else {}
+    nets = {f"encoder.backbone.{key}": value for key, value in weights.items()} if weights else {}
     experiment = recipes.demo_moco().edit(network={"stem": "small"}, size=32)
-    return {"experiment": experiment.to_json(), "step": 3, "mechanism": mechanism | changes}
+    return {"experiment": experiment.to_json(), "step": 3, "nets": nets | changes}
 
 
 # What torch and safetensors write.
@@ -276,9 +276,9 @@ def test_weights_of_another_kind_are_refused_by_name(
 def test_saved_backbones_of_another_kind_are_refused_by_name(
     tmp_path: Path, narrow: dict[str, torch.Tensor], kind: torch.dtype
 ) -> None:
-    (tmp_path / "backbone.safetensors").write_bytes(
-        save(narrow | {"conv1.weight": narrow["conv1.weight"].to(kind)}, metadata=DESCRIBED)
-    )
+    written = torch.float64 if kind == torch.complex64 else kind  # of as many bytes, which every release can write
+    content = save(narrow | {"conv1.weight": narrow["conv1.weight"].to(written)}, metadata=DESCRIBED)
+    (tmp_path / "backbone.safetensors").write_bytes(content.replace(b'"F64"', b'"C64"'))
     for call in (load_backbone, lambda path: open_subject(str(path))):
         with pytest.raises(co2.UserError, match=r"of another kind: conv1\.weight|is damaged, or something else"):
             call(tmp_path)
@@ -337,7 +337,7 @@ def test_names_in_files_never_act_on_a_terminal(
         "head": of_a_run(narrow, **{f"encoder.head.{EVIL}": torch.ones(1)}),
         "config": of_a_run(narrow) | {"experiment": json.dumps({EVIL: 1})},
         "backbone": of_a_run(narrow)
-        | {"experiment": recipes.demo_moco().edit(encoder={"backbone": f"torchvision/{EVIL}"}).to_json()},
+        | {"experiment": recipes.demo_moco().edit(network={"backbone": f"torchvision/{EVIL}"}).to_json()},
     }
     names = []
     for name, content in contents.items():
