@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
-PAGES = (ROOT / "docs" / "RESULTS.md", RESULTS / "README.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "RESULTS.md", RESULTS / "README.md")
 MEASURES = {"kNN": "knn", "of embeddings": "embeddings", "kNN of embeddings": "embeddings", "linear": "linear"}
 NUMBER = re.compile(r"([+−-]?)(\d+\.\d+) ± (\d+\.\d+)")
 
