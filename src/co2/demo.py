@@ -24,13 +24,14 @@ from rich.table import Table
 from co2 import recipes
 from co2.errors import UserError
 from co2.experiment import Experiment
-from co2.files import UnreadableFile, parse_json, read_text
+from co2.files import read_text
 from co2.machine.device import cores
 from co2.report.gallery import Gallery, Picture
 from co2.report.page import Page, next_steps, write_page
-from co2.report.runs import METRICS, read_run
+from co2.report.runs import read_run
 from co2.report.story import untrained_of
 from co2.report.tables import Outcome, outcomes
+from co2.runs.rows import read_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,12 +101,7 @@ class _Run:
     def latest(self) -> dict[str, Any]:
         """The newest value of everything that the run has measured so far; `judged` is the epoch of the newest kNN."""
         values: dict[str, Any] = {}
-        path = self.folder / METRICS
-        for line in read_text(path, errors="replace").splitlines() if path.is_file() else ():
-            try:
-                row = parse_json(line)
-            except UnreadableFile:
-                continue  # a line that is being written
+        for row in read_rows(self.folder):
             if row["kind"] != "advice":
                 values |= row
             if row["kind"] == "epoch":

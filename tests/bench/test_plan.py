@@ -12,11 +12,12 @@ import torch
 
 from co2 import recipes
 from co2.bench import power
-from co2.bench.plan import Speed, answer, foresee, in_time, plan, with_bearable_batch
+from co2.bench.plan import Speed, answer, foresee, plan, with_bearable_batch
 from co2.bench.power import PowerMeter, read_watts
 from co2.bench.specification import PlanSettings
 from co2.cli import main
 from co2.errors import UserError
+from co2.measures.numbers import duration
 
 CPU = torch.device("cpu")
 SMALL = [
@@ -69,7 +70,7 @@ def test_views_that_grow_are_taken_for_large_ones() -> None:
     ],
 )
 def test_times_for_people(seconds: float, words: str) -> None:
-    assert in_time(seconds) == words
+    assert duration(seconds) == words
 
 
 def test_from_the_command_line_to_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

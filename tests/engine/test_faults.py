@@ -26,9 +26,9 @@ from co2.checkpoint import CheckpointWriter, checkpoints, read_checkpoint, write
 from co2.engine import monitor, trainer
 from co2.engine.pretrain import Run, Stopped, pretrain
 from co2.engine.progress import Quiet
-from co2.engine.records import rows_of
 from co2.errors import RunError
 from co2.files import unfinished
+from co2.runs.rows import read_rows
 
 forked = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
 
@@ -381,7 +381,7 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path):
         wait_until(lambda: checkpoints(tmp_path / "other"), process)
         process.send_signal(signal.SIGINT)  # which is answered with a word that nobody can be told
         assert process.wait(timeout=60) == 128 + signal.SIGINT
-    (row,) = [row for row in rows_of(tmp_path / "run") if row["kind"] == "epoch" and row["step"] == 60]
+    (row,) = [row for row in read_rows(tmp_path / "run") if row["kind"] == "epoch" and row["step"] == 60]
     assert "effective_rank" in row  # what was lost of the log is there
 
 

@@ -14,6 +14,7 @@ from co2.data.folder import FileSource
 from co2.engine import records
 from co2.engine.records import BAD_IMAGES, METRICS, Records, claim_folder
 from co2.errors import RunError
+from co2.runs.rows import read_rows
 
 
 def files(root, *names):
@@ -198,4 +199,4 @@ def test_what_never_ends_in_a_run_folder_is_told_plainly(tiny, tmp_path, name, m
 def test_bytes_that_are_no_text_in_a_run_cost_a_line(tmp_path):
     line = '{"kind": "train", "step": 1, "epoch": 0.5, "seconds": 1.0}\n'
     (tmp_path / METRICS).write_bytes(b"gr\xf6\xdfe\n" + line.encode() + b"[" * 200_000 + b"\n")
-    assert [row["step"] for row in records.rows_of(tmp_path)] == [1]
+    assert [row["step"] for row in read_rows(tmp_path)] == [1]

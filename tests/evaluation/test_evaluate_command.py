@@ -24,8 +24,9 @@ from co2.errors import UserError
 from co2.evaluation import knn, linear, presets, semi_supervised, suite
 from co2.evaluation.presets import PROTOCOLS, settings_of
 from co2.evaluation.progress import Progress
-from co2.evaluation.protocol import Evaluation, Spread, spread_over_runs
+from co2.evaluation.protocol import Evaluation, spread_over_runs
 from co2.evaluation.subject import open_subject
+from co2.measures.numbers import Spread
 from co2.networks.backbones import build_backbone
 
 ROOT = Path(__file__).parents[2]
@@ -630,9 +631,9 @@ def test_the_paper_fine_tunes_backbones_of_moco_v1_with_a_weight_decay_of_their_
 
 def test_spread_over_runs():
     runs = [Evaluation("knn", "a", "b", {"top1": value}) for value in (1.0, 2.0, 6.0)]
-    assert spread_over_runs(runs) == {"top1": Spread(3.0, pytest.approx(7**0.5))}
-    assert str(spread_over_runs(runs)["top1"]) == "3.00 ± 2.65"
-    assert str(spread_over_runs(runs[:1])["top1"]) == "1.00"
+    assert spread_over_runs(runs) == {"top1": Spread(3.0, pytest.approx(7**0.5), 3)}
+    assert spread_over_runs(runs)["top1"].text() == "3.00 ± 2.65"
+    assert spread_over_runs(runs[:1])["top1"].text() == "1.00"
 
 
 def test_records_are_json_for_every_reader(tmp_path):

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from co2.errors import UserError
+from co2.measures.numbers import duration
 from co2.report.gallery import Gallery, Picture
 from co2.report.page import Page, next_steps, page_html, report_runs, write_page
 from co2.report.runs import read_run
 from co2.report.story import Untrained
-from co2.report.tables import duration
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
@@ -87,7 +87,7 @@ def test_the_page_is_well_formed_and_self_contained(demo_page: Page) -> None:
 def test_the_table_holds_the_numbers_of_the_run_folders(demo_page: Page) -> None:
     rows = {row[0].strip(): row[1:] for row in Reader(page_html(demo_page)).rows}
     assert rows["untrained"] == ["28.1%", "–", "–", "–", "6.0", "–"]
-    for run, time in zip(demo_page.runs, ("58 s", "61 s"), strict=True):
+    for run, time in zip(demo_page.runs, ("58 seconds", "61 seconds"), strict=True):
         measured = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
         train = [row for row in measured if row["kind"] == "train" and row["epoch"] > 11]
         last = [row for row in measured if row["kind"] == "epoch"][-1]
@@ -190,12 +190,12 @@ def test_runs_on_a_page_need_names_of_their_own(demo_page: Page) -> None:
 
 
 def test_durations() -> None:
-    assert [duration(s) for s in (58.2, 119, 725, 7300, 12_000)] == [
-        "58 s",
-        "119 s",
-        "12 min",
-        "2 h 2 min",
-        "3 h 20 min",
+    assert [duration(s) for s in (58.2, 119, 725, 7300, 300_000)] == [
+        "58 seconds",
+        "2 minutes",
+        "12 minutes",
+        "2.0 hours",
+        "3.5 days (83 hours)",
     ]
 
 

@@ -19,12 +19,13 @@ from co2.data.open import open_data
 from co2.data.shapes import write_shapes
 from co2.errors import UserError
 from co2.experiment import Experiment
+from co2.measures.numbers import duration
 from co2.study import cell as cells
 from co2.study import sitting
 from co2.study.cell import Job, work_on
 from co2.study.grids import cost_of
 from co2.study.plan import all_cells, read_plan
-from co2.study.records import duration, record_path, write_record
+from co2.study.records import record_path, write_record
 from co2.study.report import report_study
 from co2.study.sitting import Circumstances, data_of, outstanding
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from co2.measures.numbers import spread
 from co2.study import figures
 from co2.study.published import PUBLISHED, published_for
 from co2.study.report import gather
-from co2.study.tables import compare, csv_text, markdown_text, spread
+from co2.study.tables import compare, csv_text, markdown_text
 
 MOCO = {0: 60.0, 1: 62.0, 2: 61.0}
 CO2 = {0: 63.0, 1: 64.0, 2: 65.5}

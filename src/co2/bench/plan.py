@@ -30,6 +30,7 @@ from co2.errors import UserError
 from co2.experiment import Experiment
 from co2.machine.device import choose_device
 from co2.machine.memory import freed_memory_kept
+from co2.measures.numbers import duration
 
 _STEPS_AT_LEAST = 4  # in the time of a measurement on a CPU; else it is made with a smaller batch
 _SMALLEST_BATCH = 8
@@ -159,7 +160,7 @@ def answer(experiment: Experiment, forecast: Forecast, speed: Speed, device: str
     name = experiment.network.backbone.partition("/")[2]
     lines = [
         f"{experiment.recipe} with {name}, {forecast.images:,} images, {forecast.epochs} epochs: about "
-        f"{in_time(forecast.seconds)} on this machine's {device} ({_rounded(speed.images_per_second)} images/s), "
+        f"{duration(forecast.seconds)} on this machine's {device} ({_rounded(speed.images_per_second)} images/s), "
         f"{memory}{energy}."
     ]
     if speed.input is None:
@@ -180,17 +181,6 @@ def answer(experiment: Experiment, forecast: Forecast, speed: Speed, device: str
         lines.append(f"The energy is that of the GPU alone, at {speed.watts:.0f} W.")
     lines.append("Monitoring and checkpoints come on top.")
     return lines
-
-
-def in_time(seconds: float) -> str:
-    """A length of time for people."""
-    if seconds < 90:
-        return f"{seconds:.0f} seconds"
-    if seconds < 90 * 60:
-        return f"{seconds / 60:.0f} minutes"
-    if seconds < 72 * 3600:
-        return f"{seconds / 3600:.1f} hours"
-    return f"{seconds / 86400:,.1f} days ({seconds / 3600:,.0f} hours)"
 
 
 def _rounded(number: float) -> str:

@@ -37,11 +37,9 @@ from co2.engine.records import (
     BAD_IMAGES,
     DISK_FULL,
     LOCK,
-    METRICS,
     Records,
     Unwritten,
     claim_folder,
-    rows_of,
 )
 from co2.engine.trainer import Epoch, Trainer, check_execution, measured
 from co2.errors import RunError, UserError
@@ -52,6 +50,7 @@ from co2.machine.memory import freed_memory_kept
 from co2.machine.process import Terminated, interrupted_by_sigterm, stop_requests
 from co2.method import Method
 from co2.objective.contrast import why_not_fused
+from co2.runs.rows import METRICS, read_rows
 from co2.views.choose_input import choose_input
 from co2.views.loader import Batch
 
@@ -279,7 +278,7 @@ class Run:
             self.records = Records(folder, self.trainer.step, most_bad=BAD_SHARE * len(self.train))
         self.advisor = Advisor(experiment, any(isinstance(m, _BatchNorm) for m in self.trainer.nets.modules()))
         if processes.is_first:
-            self.advisor.recall(rows_of(folder))
+            self.advisor.recall(read_rows(folder))
         self._saved_at = time.monotonic()
         self._introduce(splits, device)
         self.display.begin(steps, self.trainer.step, work(experiment, self.steps_per_epoch))
@@ -400,7 +399,7 @@ class Run:
 
     def _is_measured(self) -> bool:
         """Whether the step that the trainer stands at has been measured already, before the run was interrupted."""
-        return any(row["kind"] == "epoch" and row["step"] == self.trainer.step for row in rows_of(self.folder))
+        return any(row["kind"] == "epoch" and row["step"] == self.trainer.step for row in read_rows(self.folder))
 
     def _measure(self, epochs_done: int) -> None:
         if not self._to_be_measured(epochs_done):

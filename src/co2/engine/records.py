@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from co2.checkpoint import BACKBONE, CHECKPOINTS, CONFIG, remove_unfinished
 from co2.data.source import ImageSource
@@ -22,18 +22,17 @@ from co2.files import (
     UnreadableFile,
     locked,
     open_to_append,
-    parse_json,
     read_text,
     refuse_link,
     remove_leftovers,
     unfinished,
     write_atomically,
 )
+from co2.runs.rows import METRICS, lines_of, sound
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-METRICS = "metrics.jsonl"
 BAD_IMAGES = "bad_images.txt"
 LOCK = ".lock"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the system says of one, or of one's share of it
@@ -126,7 +125,7 @@ class Records:
             self.bad.clear()
             (run / BAD_IMAGES).unlink()
         # Seconds of work go on from where the last line that is kept stands.
-        self._began = time.monotonic() - _drop_after(run / METRICS, first_step)
+        self._began = time.monotonic() - _drop_after(run, first_step)
         self._metrics = open_to_append(run / METRICS)
         self._first_step = first_step
         self._events: SummaryWriter | None = None
@@ -182,7 +181,7 @@ class Unwritten(Records):
         pass
 
 
-def _drop_after(path: Path, step: int) -> float:
+def _drop_after(run: Path, step: int) -> float:
     """Forget lines about steps that the checkpoint does not know: they will be run, and written, again. Before the
     first step there is nothing to go on from, and everything will.
 
@@ -190,20 +189,15 @@ def _drop_after(path: Path, step: int) -> float:
     """
     kept = []
     seconds = 0.0
-    text = _text(path)
-    for line in text.splitlines():
-        row = _row(line)
+    lines = lines_of(run)
+    for line in lines:
+        row = sound(line)
         if row is not None and step > 0 and row["step"] <= step:
-            kept.append(line + "\n")
+            kept.append(line + b"\n")
             seconds = row.get("seconds", seconds)
-    if text:
-        write_atomically(path, "".join(kept).encode())
+    if lines:
+        write_atomically(run / METRICS, b"".join(kept))
     return seconds
-
-
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    """What a run has written into metrics.jsonl so far."""
-    return [row for row in map(_row, _text(run / METRICS).splitlines()) if row is not None]
 
 
 def _text(path: Path) -> str:
@@ -214,16 +208,6 @@ def _text(path: Path) -> str:
         return ""
     except UnreadableFile as error:
         raise UserError(f"{path} cannot be read: {error}. Move it out of the run folder to go on without it.") from None
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    """What `Records.write` wrote; None of the unfinished last line of a killed run, or what somebody else has added."""
-    try:
-        row = parse_json(line)
-        sound = math.isfinite(row["step"]) and math.isfinite(row.get("seconds", 0)) and isinstance(row["kind"], str)
-        return row if sound else None
-    except (ValueError, TypeError, KeyError):
-        return None
 
 
 def _names_in_order(path: Path) -> set[str]:

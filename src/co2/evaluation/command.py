@@ -322,7 +322,10 @@ class _Records:
                 "subject": subject,
                 "data": runs[0].data,
                 "runs": len(runs),
-                "numbers": {name: dataclasses.asdict(one) for name, one in spread_over_runs(runs).items()},
+                "numbers": {
+                    name: {"mean": one.mean, "deviation": one.deviation or 0.0}
+                    for name, one in spread_over_runs(runs).items()
+                },
             }
             for (protocol, subject), runs in groups.items()
         ]
@@ -347,7 +350,7 @@ def _short(name: str) -> str:
 def _line(runs: Sequence[Evaluation]) -> str:
     from co2.evaluation.protocol import spread_over_runs
 
-    return "  ".join(f"{name} {number}" for name, number in spread_over_runs(runs).items())
+    return "  ".join(f"{name} {number.text()}" for name, number in spread_over_runs(runs).items())
 
 
 def _table(found: Mapping[tuple[str, str], Sequence[Evaluation]], subjects: Sequence[str]) -> Table:
@@ -365,7 +368,7 @@ def _table(found: Mapping[tuple[str, str], Sequence[Evaluation]], subjects: Sequ
     for protocol in dict.fromkeys(protocol for protocol, _ in found):
         spreads = {one: spread_over_runs(found[protocol, one]) for one in subjects if (protocol, one) in found}
         for row, number in enumerate(next(iter(spreads.values()))):
-            values = [str(spreads[one][number]) if one in spreads else "" for one in subjects]
+            values = [spreads[one][number].text() if one in spreads else "" for one in subjects]
             table.add_row(protocol if row == 0 else "", number, *values)
     return table
 

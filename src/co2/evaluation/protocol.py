@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from co2.errors import RunError
 from co2.files import write_atomically
+from co2.measures.numbers import Spread, spread
 
 
 @dataclass(frozen=True)
@@ -60,26 +60,10 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A number over several runs."""
-
-    mean: float
-    deviation: float  # standard deviation of the sample; 0 for a single run
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2f} ± {self.deviation:.2f}" if self.deviation else f"{self.mean:.2f}"
-
-
 def spread_over_runs(runs: Sequence[Evaluation]) -> dict[str, Spread]:
     """Mean and standard deviation of each number over runs of one protocol on one subject."""
-    return {
-        name: Spread(
-            statistics.fmean(run.numbers[name] for run in runs),
-            statistics.stdev(run.numbers[name] for run in runs) if len(runs) > 1 else 0.0,
-        )
-        for name in runs[0].numbers
-    }
+    spreads = {name: spread([run.numbers[name] for run in runs]) for name in runs[0].numbers}
+    return {name: one for name, one in spreads.items() if one is not None}
 
 
 def finite(losses: Sequence[float], protocol: str) -> list[float]:

@@ -10,13 +10,11 @@ from typing import Any
 
 from co2.errors import UserError
 from co2.experiment import Experiment, read_experiment
-from co2.files import MOST_TEXT, MissingFile, UnreadableFile, parse_json, read_bytes
-from co2.schema import Amount, Line, read_as
+from co2.files import MissingFile
+from co2.runs.rows import METRICS, Row, at_the_end, lines_of, row_of
 
-# The names that the engine gives these files. Not imported from there: a page should not have to wait for torch.
+# The name that the engine gives this file. Not imported from there: a page should not have to wait for torch.
 CONFIG = "config.json"
-METRICS = "metrics.jsonl"
-_LONGEST_LINE = 2**16
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,7 @@ class RunRecord:
     def final(self, measure: str) -> float | None:
         """Where a measure of training ended: its mean over the log lines of the last epoch, which is less noisy than
         the last line alone."""
-        epochs, values = self.curve("train", measure)
-        last = [value for epoch, value in zip(epochs, values, strict=True) if epoch > epochs[-1] - 1]
-        return sum(last) / len(last) if last else None
+        return at_the_end(*self.curve("train", measure))
 
     def latest(self, measure: str) -> float | None:
         """The last measurement of the trained encoder, None if there was none yet or the images have no labels."""
@@ -83,7 +79,7 @@ def read_run(folder: str | Path, *, name: str | None = None, seconds: float | No
         raise UserError(
             f"{folder} is not a run folder: it has no {CONFIG}. Give one that `co2 pretrain` has written."
         ) from error
-    rows = _read_rows(folder / METRICS)
+    rows = _whole_rows(folder)
     by_kind = {kind: tuple(row for row in rows if row["kind"] == kind) for kind in ("train", "epoch", "advice")}
     if not by_kind["train"] and not any(row["epoch"] > 0 for row in by_kind["epoch"]):
         raise UserError(f"The run in {folder} has not written any measurements yet. Try again when it has.")
@@ -112,31 +108,20 @@ def read_runs(folders: Sequence[str | Path]) -> list[RunRecord]:
     ]
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = read_bytes(path, MOST_TEXT).split(b"\n")
-    except MissingFile:
-        return []
-    except UnreadableFile as error:
-        raise UserError(f"{path}: {error}.") from error
-    rows: list[dict[str, Any]] = []
+def _whole_rows(folder: Path) -> list[Row]:
+    """What a run has written: a line that is none has to go before anything is said of the others."""
+    rows: list[Row] = []
+    lines = lines_of(folder)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            rows.append(_row(line))
+            rows.append(row_of(line))
         except UserError as error:
             if number == len(lines):  # no line end yet: the run is writing this line just now, or was killed at it
                 continue
             raise UserError(
-                f"Line {number} of {path} is not a measurement: {error} Delete that line to report on the others."
+                f"Line {number} of {folder / METRICS} is not a measurement: {error} Delete that line to report on the "
+                "others."
             ) from error
     return rows
-
-
-def _row(line: bytes) -> dict[str, Any]:
-    """A line as the engine writes it."""
-    if len(line) > _LONGEST_LINE:
-        raise UserError("it is too long.")
-    row: dict[str, Any] = read_as({"kind": Line, "epoch": Amount}, parse_json(line), "It")
-    return row if row["kind"] not in ("train", "epoch") else read_as({"kind": str, Line: float | None}, row, "It")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from co2.experiment import flatten
+from co2.measures.numbers import duration
 from co2.report.curves import swatch_html
 from co2.report.markup import Html
 from co2.report.runs import RunRecord
@@ -40,7 +41,7 @@ _COLUMNS = (
     _Column("final consistency loss", lambda outcome: outcome.consistency, lambda value: f"{value:.3f}"),
     _Column("instance accuracy", lambda outcome: outcome.top1, percent),
     _Column("effective rank", lambda outcome: outcome.effective_rank, lambda value: f"{value:.1f}"),
-    _Column("time", lambda outcome: outcome.seconds, lambda value: duration(value)),
+    _Column("time", lambda outcome: outcome.seconds, duration),
 )
 
 
@@ -94,14 +95,6 @@ def _table(kind: str, first: str, headings: Sequence[str], body: Sequence[Html])
     head = Html.joined(Html.of('<th scope="col">{}</th>', heading) for heading in (first, *headings))
     table = '<div class="scroll"><table class="{}">\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody>\n</table></div>'
     return Html.of(table, kind, head, Html.joined(body, "\n"))
-
-
-def duration(seconds: float) -> str:
-    """A time that people can read: 74 s, 12 min, 3 h 20 min."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _cell(column: _Column, row: Outcome) -> Html:

@@ -31,7 +31,6 @@ import co2
 from co2.checkpoint import BACKBONE, CHECKPOINTS, CONFIG, checkpoints
 from co2.data.open import DataSplits, open_data
 from co2.engine.pretrain import Stopped, pretrain
-from co2.engine.records import METRICS, rows_of
 from co2.errors import UserError
 from co2.evaluation.presets import PROTOCOLS
 from co2.evaluation.progress import Lines
@@ -42,6 +41,7 @@ from co2.experiment import Experiment, differences, read_experiment
 from co2.files import TakenError, locked, open_regular, read_json, refuse_link, remove_leftovers, write_atomically
 from co2.machine.device import choose_device, choose_workers, cores
 from co2.machine.provenance import commit
+from co2.runs.rows import METRICS, read_rows
 from co2.schema import Amount, read_as
 from co2.study.judges import protocol_of, read_settings
 from co2.study.records import (
@@ -223,7 +223,7 @@ def _compose(
         earlier = None  # damaged: it says nothing
     if earlier is not None and set(earlier.evaluations) - set(evaluations):
         return
-    rows = rows_of(run)
+    rows = read_rows(run)
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("train", "epoch", "advice")}
     settings = plain_settings(experiment) | {"data": job.data}
     trained_with = _trained_with(run)

@@ -13,10 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from co2.files import appearing_when_whole
+from co2.measures.numbers import spread
 from co2.study.curves import band
 from co2.study.grids import Variant, method_settings
 from co2.study.settings import changed
-from co2.study.tables import INSTANCE_ACCURACY, KNN, KNN_EMBEDDING, LINEAR, Measure, Results, measures_of, spread
+from co2.study.tables import INSTANCE_ACCURACY, KNN, KNN_EMBEDDING, LINEAR, Measure, Results, measures_of
 
 # The colours of the report's light page, in its order.
 COLOURS = ("#b8560b", "#1f5fc4", "#0b7a5e", "#a0327d", "#7a6100", "#5b4bb3")

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from co2.errors import UserError
 from co2.experiment import Experiment, differences
 from co2.files import MissingFile, read_json, write_atomically
+from co2.runs.rows import at_the_end
 from co2.schema import Amount, Count, Line, read_as, shown
 from co2.study.judges import Judge
 from co2.study.plan import CELLS, FAILED, Cell, Plan
@@ -40,7 +41,7 @@ class CellRecord:
         `epoch.effective_rank` from the last measurement of the run."""
         kind, _, name = measure.partition(".")
         if kind == "train":
-            return self._final(name)
+            return at_the_end(*self.curve(name))
         if kind == "epoch":
             measured: list[float | None] = self.content["curves"].get("epoch", {}).get(name, [])
             return measured[-1] if measured else None
@@ -52,12 +53,6 @@ class CellRecord:
         rows = self.content["curves"]["train"]
         pairs = [(e, v) for e, v in zip(rows.get("epoch", []), rows.get(name, []), strict=False) if v is not None]
         return [epoch for epoch, _ in pairs], [value for _, value in pairs]
-
-    def _final(self, name: str) -> float | None:
-        """Where a curve ended: its mean over the log lines of the last epoch."""
-        epochs, values = self.curve(name)
-        last = [value for epoch, value in zip(epochs, values, strict=True) if epoch > epochs[-1] - 1]
-        return sum(last) / len(last) if last else None
 
 
 def record_path(folder: Path, cell: str) -> Path:
@@ -177,10 +172,3 @@ def failures(folder: Path) -> dict[str, str]:
         except UserError:
             found[path.name.removesuffix(FAILED)] = "its note is damaged"
     return found
-
-
-def duration(seconds: float) -> str:
-    """In words: 74 seconds, 12 minutes, 1.6 hours."""
-    if seconds < 90:
-        return f"{seconds:.0f} seconds"
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

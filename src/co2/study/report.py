@@ -21,6 +21,7 @@ from co2 import recipes
 from co2.errors import UserError
 from co2.experiment import Experiment
 from co2.files import MissingFile, UnreadableFile, read_text, write_atomically
+from co2.measures.numbers import duration
 from co2.report.markup import Markdown, active_content
 from co2.runs import upgrade
 from co2.study.grids import STUDIES, label_of, method_settings
@@ -28,7 +29,6 @@ from co2.study.plan import CELLS, PLAN, RUNS, Cell, Plan, read_plan, seeds_found
 from co2.study.records import (
     DATA_NUMBERS,
     CellRecord,
-    duration,
     failures,
     mismatches,
     missing_protocols,

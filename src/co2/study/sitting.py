@@ -22,20 +22,20 @@ from typing import Any
 from co2.checkpoint import BACKBONE, CONFIG, checkpoints, step_of
 from co2.data.open import VALIDATION, open_data, validation_of
 from co2.engine.pretrain import check_sizes
-from co2.engine.records import METRICS
 from co2.errors import UserError
 from co2.evaluation.voc.data import read_detection, read_segmentation
 from co2.experiment import differences, read_experiment
-from co2.files import MissingFile, TakenError, UnreadableFile, open_regular, open_to_append, parse_json, refuse_link
+from co2.files import MissingFile, TakenError, open_regular, open_to_append, refuse_link
 from co2.machine.device import choose_workers, cores, find_device
 from co2.machine.process import stop_requests
+from co2.measures.numbers import duration
+from co2.runs.rows import last_row
 from co2.study.cell import Job, images_of, is_taken, numbers_of, refuse_others_run, remove_run
 from co2.study.grids import cost_of, pixels_of
 from co2.study.judges import TRANSFER, portable
 from co2.study.plan import CELLS, FAILED, RUNS, Cell, Plan
 from co2.study.records import (
     CellRecord,
-    duration,
     mismatches,
     missing_protocols,
     other_data,
@@ -531,19 +531,8 @@ def _share_until(cell: Cell, epoch: float) -> float:
 
 def _reached(run: Path) -> tuple[float, int]:
     """The epoch and the step in the last line that a run has logged."""
-    try:
-        with open_regular(run / METRICS) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-            lines = file.read().splitlines()
-    except UnreadableFile:
-        return 0.0, 0
-    for line in reversed(lines):
-        try:
-            row = parse_json(line)
-            return max(0.0, float(row["epoch"])), max(0, int(row["step"]))
-        except (ValueError, KeyError, TypeError):
-            continue  # a line that is being written, or half of one
-    return 0.0, 0
+    row = last_row(run)
+    return (0.0, 0) if row is None else (row["epoch"], row["step"])
 
 
 def _error_in(log: Path, begins: int) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from scipy import stats  # type: ignore[import-untyped]
 
 from co2.experiment import Experiment
+from co2.measures.numbers import Spread, spread
 from co2.report.markup import Markdown, csv_cells
 from co2.study.curves import band, most_parts
 from co2.study.grids import Variant, method_settings
@@ -116,28 +116,6 @@ def _numbers_by(judge: str, results: Results) -> list[str]:
 def _after_fine_tuning(number: str) -> Measure:
     share = number.removeprefix("top1_")  # "1%"
     return Measure(f"{SEMI_SUPERVISED}.{number}", f"top-1, fine-tuned on {share} of the labels (%)")
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A number over seeds."""
-
-    mean: float
-    deviation: float | None
-    """Standard deviation of the sample; None for a single seed."""
-    count: int
-
-    def text(self, decimals: int = 2) -> str:
-        """`82.60 ± 0.21`"""
-        mean = f"{self.mean:.{decimals}f}"
-        return mean if self.deviation is None else f"{mean} ± {self.deviation:.{decimals}f}"
-
-
-def spread(values: Sequence[float]) -> Spread | None:
-    """Mean and standard deviation of the sample; None of nothing."""
-    if not values:
-        return None
-    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
 @dataclass(frozen=True)
