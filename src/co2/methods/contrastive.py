@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from co2.errors import UserError
 from co2.measures.metric import Metric
 from co2.method import Method, Output, Schedule, Seen, Step, Trouble
-from co2.methods.parts import ramp
+from co2.objective.specification import Consistency, Form
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,8 @@ INSTANCE = Metric(
     "It is larger with more negatives and with a higher temperature.",
 )  # fmt: skip
 CONSISTENCY = Metric(
-    "consistency", "Consistency loss", "lower", "L_con", depends_on=("method.tau_consistency", *_CANDIDATES),
+    "consistency", "Consistency loss", "lower", "L_con",
+    depends_on=("method.form", "method.tau_consistency", "method.tau_target", "method.own_label", *_CANDIDATES),
     explanation="How differently two views of a picture compare themselves with the negatives. Where the term has no "
     "weight it is measured, and not trained on.",
 )  # fmt: skip
@@ -63,6 +64,20 @@ class Contrastive(Method):
     ramp_up: float = 0.0
     """Share of the run over which alpha rises from 0.7% of its value to all of it, as consistency terms do elsewhere
     (Laine and Aila 2017). At 0, as in the paper, it has its value from the first step on."""
+    start: float = 0.0
+    """Share of the run before the consistency term begins to count, and to rise."""
+    form: Form = "symmetric-kl"
+    """symmetric-kl: as in the paper. kl: the positive's relation as a pseudo-label; reverse-kl, jsd, mse, mse-logits:
+    other ways to compare. soft-label: a label mixed of the instance (`own_label`) and of its relation to the negatives,
+    as in SCE; alpha, at most 1, is then how far it replaces the instance's own."""
+    tau_target: float | None = None
+    """Temperature of the positive's similarities, the target; below `tau_consistency` it is the sharper. By default the
+    same."""
+    own_label: float = 0.5
+    """Share of a soft label that the instance itself keeps."""
+    centred: bool = False
+    """Compare directions as seen from the mean of the negatives, which embeddings that lie close together do not
+    flatter."""
     label_smoothing: float = 0.0
     """Share of the target that is spread evenly over the positive and all negatives (the paper's ablation)."""
     backend: Literal["auto", "reference", "fused"] = "auto"
@@ -73,8 +88,9 @@ class Contrastive(Method):
     def __post_init__(self) -> None:
         if not 0 <= self.alpha < math.inf:
             raise UserError(f"method.alpha must be a number, 0 or more; got {self.alpha}.")
-        if not 0 <= self.ramp_up <= 1:
-            raise UserError(f"method.ramp_up is a share of the run, between 0 and 1; got {self.ramp_up}.")
+        for name in ("ramp_up", "start"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"method.{name} is a share of the run, between 0 and 1; got {getattr(self, name)}.")
         for name in ("tau", "tau_consistency"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(
@@ -82,10 +98,18 @@ class Contrastive(Method):
                 )
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"method.label_smoothing must be in [0, 1); got {self.label_smoothing}.")
+        self.term()  # and what the term itself refuses
+
+    def term(self, detach: bool = False) -> Consistency:
+        """The consistency term as one value; with `detach` the target is fixed."""
+        return Consistency(
+            self.form, self.alpha, self.tau_consistency, self.tau_target, self.own_label, self.start, self.ramp_up,
+            target_gradient=not detach, centred=self.centred,
+        )  # fmt: skip
 
     def schedules(self) -> Mapping[str, Schedule]:
         """The weight of the term."""
-        return {"alpha": ramp(self.alpha, self.ramp_up)}
+        return {"alpha": self.term().weight_at}
 
     def compare(
         self, query: Tensor, positive: Tensor, negatives: Tensor, exclude: Tensor | None = None, detach: bool = False
@@ -94,8 +118,8 @@ class Contrastive(Method):
         from co2.objective.contrast import contrast
 
         return contrast(
-            query, positive, negatives, exclude=exclude, tau_instance=self.tau, detach_target=detach,
-            tau_consistency=self.tau_consistency, label_smoothing=self.label_smoothing, backend=self.backend,
+            query, positive, negatives, exclude=exclude, tau_instance=self.tau, term=self.term(detach),
+            label_smoothing=self.label_smoothing, backend=self.backend,
         )  # fmt: skip
 
     def objective(self, step: Step, *compared: tuple[float, Any]) -> Output:
@@ -103,7 +127,8 @@ class Contrastive(Method):
         total = sum(weight for weight, _ in compared)
         instance = sum(weight * terms.instance.mean() for weight, terms in compared)
         consistency = sum(weight * terms.consistency.mean() for weight, terms in compared)
-        loss = instance + step.at("alpha") * consistency if self.alpha > 0 else instance
+        more = consistency - instance if self.form == "soft-label" else consistency  # whose place it takes
+        loss = instance + step.at("alpha") * more if self.alpha > 0 else instance
         metrics = {"instance": instance / total, "consistency": consistency / total}
         for best in (1, 5):
             among = sum(weight * (terms.rank < best).float().mean() for weight, terms in compared)
@@ -111,10 +136,13 @@ class Contrastive(Method):
         return Output(loss, metrics)
 
     def idle(self) -> Mapping[str, str]:
-        """What belongs to a term that has no weight."""
-        if self.alpha:
-            return {}
-        return {"ramp_up": "without the consistency term. Give --method.alpha too, or leave it out."}
+        """What belongs to a term that has no weight, or has another form."""
+        if not self.alpha:
+            why = "without the consistency term. Give --method.alpha too, or leave it out."
+            return dict.fromkeys(("ramp_up", "start", "form", "tau_target", "own_label", "centred"), why)
+        if self.form == "soft-label":
+            return {"tau_consistency": "of a soft label, whose prediction has the temperature --method.tau."}
+        return {"own_label": "without a soft label. Give --method.form soft-label too, or leave it out."}
 
     def advice(self, seen: Seen) -> Mapping[str, str]:
         """A task that is solved too well, and embeddings that the term holds together."""

@@ -66,7 +66,7 @@ class SimCLR(Contrastive):
 
     def idle(self) -> Mapping[str, str]:
         term = super().idle()
-        return {**term, "detach_target": term["ramp_up"]} if term else term
+        return {**term, "detach_target": term["ramp_up"]} if "ramp_up" in term else term
 
 
 @recipe("SimCLR: negatives from the batch, 4,096 images a step, LARS")
