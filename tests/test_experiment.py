@@ -92,7 +92,7 @@ def test_lists_become_the_tuples_that_settings_are():
         ("method", {"symmetric": 1}, "method.symmetric cannot be 1: it has to be true or false"),
         ("method", {"head": "wide"}, "method.head cannot be wide: it has to be one of linear, mlp"),
         ("method", {"name": "mocco"}, "does not know the method mocco"),
-        ("method", {"name": "mine.py:Mine"}, "never imported: name the file again"),
+        ("method", {"name": "unheard.py:Of"}, "never imported: name the file again"),
         ("method", {"name": None}, "The method is not named"),
         (
             "method",
