@@ -23,7 +23,6 @@ def measured(*_: Any, **__: Any) -> NoReturn:
     [
         ["bench", "step"],
         ["bench", "train", "--data", "shapes:40:16"],
-        ["bench", "input", "shapes:40:16"],
         ["plan", "demo-moco", "--images", "5000"],
     ],
 )
@@ -32,7 +31,7 @@ def test_a_file_in_the_way_is_told_before_anything_is_measured(
     words: list[str], out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    for work in ("step.measure_rates", "train.measure_rates", "input.measure_pieces", "plan.measure"):
+    for work in ("step.measure_rates", "train.measure_rates", "plan.measure"):
         monkeypatch.setattr(f"co2.bench.{work}", measured)
     assert main([*words, "--device", "cpu", "--out", str(tmp_path / out)]) == 2
     assert f"{tmp_path / 'file'} is a file. Choose another --out." in capsys.readouterr().err
@@ -50,7 +49,6 @@ SMALL = [
         (["bench", "step", "moco-small", "--steps", "1"], "step.measure_step"),
         (["bench", "train", "moco-small", "--data", "shapes:40:16", "--steps", "1"], "train.measure_training"),
         (["bench", "train", "moco-small", "--images", "16", "--steps", "1"], "train.measure_training"),
-        (["bench", "input", "shapes:40:16", "--inputs", "workers", "--seconds", "0.01"], "input.measure_input"),
         (["plan", "moco-small", "--images", "5000", "--seconds", "0.05"], "plan.measure"),
     ],
 )

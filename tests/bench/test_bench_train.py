@@ -11,11 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pictures import made_pictures
 
-from co2.bench.input import endless_batches, open_loader
 from co2.bench.specification import TrainBenchmark
 from co2.bench.step import noise_batches
-from co2.bench.train import Stretch, TrainMeasurement, noise_images, run, spread, train_for
+from co2.bench.train import (
+    Stretch,
+    TrainMeasurement,
+    endless_batches,
+    noise_images,
+    open_loader,
+    run,
+    spread,
+    train_for,
+)
 from co2.cli import main
 from co2.data.open import open_data
 from co2.engine.trainer import Trainer
@@ -45,20 +54,10 @@ def test_from_the_command_line_to_a_record(tmp_path: Path, capsys: pytest.Captur
     assert "waiting for data" in printed
 
 
-def test_pictures_can_be_made_for_it(tmp_path: Path) -> None:
-    words = [
-        "bench",
-        "train",
-        "moco-small",
-        *SMALL,
-        "--make",
-        "9",
-        "--picture-size",
-        "40x32",
-        "--keep",
-        str(tmp_path / "made"),
-    ]
-    assert main([*words, "--execution.input", "jpeg", "--steps", "2", "--out", str(tmp_path)]) == 0
+def test_it_trains_on_pictures_that_were_made_for_it(tmp_path: Path) -> None:
+    with made_pictures(9, "40x32", str(tmp_path / "made")) as data:
+        words = ["bench", "train", "moco-small", *SMALL, "--data", data, "--execution.input", "jpeg", "--steps", "2"]
+        assert main([*words, "--out", str(tmp_path)]) == 0
     record: dict[str, Any] = json.loads((tmp_path / "train.json").read_text())
     assert record["images"] == 9
     assert "JPEGs are read ahead" in record["sentence"]
@@ -133,10 +132,8 @@ def test_mistakes_are_told_plainly(tiny: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "options"),
     [
-        ({"data": "digits", "make": 9}, "--data and --make"),
         ({"data": "shapes", "images": (16,)}, "--data and --images"),
-        ({"make": 9, "images": (16,), "queue": (32,)}, "--make and --images"),
-        ({"data": "digits", "make": 9, "queue": (32,)}, "--data and --make and --queue"),
+        ({"data": "digits", "queue": (32,)}, "--data and --queue"),
     ],
 )
 def test_only_one_thing_can_be_trained_on(settings: dict[str, Any], options: str) -> None:
@@ -146,11 +143,27 @@ def test_only_one_thing_can_be_trained_on(settings: dict[str, Any], options: str
 
 def test_data_of_the_command_line_is_told_from_that_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        code = main(["bench", "train", "moco-small", "--data", "shapes", "--make", "9"])
+        code = main(["bench", "train", "moco-small", "--data", "shapes", "--images", "9"])
     except SystemExit as end:  # newer releases of the parser ask for every setting that is wrong by itself
         code = end.code
     assert code == 2
-    assert "--data and --make do not go together" in " ".join(re.sub(r"[│─╭╮╰╯]", " ", capsys.readouterr().err).split())
+    assert "--data and --images do not go together" in " ".join(
+        re.sub(r"[│─╭╮╰╯]", " ", capsys.readouterr().err).split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["loss", "--rows", "256"], "python tools/loss.py"),
+        (["input", "pictures"], "python tools/input.py"),
+        (["train", "moco-small", "--make", "9"], "python tools/pictures.py"),
+    ],
+)
+def test_what_has_moved_is_named(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 2
+    assert named in capsys.readouterr().err
+    assert (Path(__file__).parents[2] / named.split()[1]).is_file()
 
 
 @pytest.mark.gpu

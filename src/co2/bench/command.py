@@ -11,22 +11,18 @@ from typing import TypeVar
 import tyro
 
 from co2 import recipes
-from co2.bench.specification import InputBenchmark, PlanSettings, StepBenchmark, TrainBenchmark
+from co2.bench.specification import PlanSettings, StepBenchmark, TrainBenchmark
 from co2.errors import UserError, did_you_mean
 from co2.experiment import Experiment
 
 USAGE = """\
 usage: co2 bench step [RECIPE] [--kinds eager captured compiled] [--steps N] [--out DIR] [any setting of the recipe]
-       co2 bench input DATA | --make N [--picture-size 480x384] [--keep DIR] [--inputs resident jpeg workers]
-                       [--recipe NAME]
-       co2 bench train [RECIPE] --data PATH | --make N [--seconds N | --steps N] [--out DIR] [any setting of the recipe]
+       co2 bench train [RECIPE] --data PATH [--seconds N | --steps N] [--out DIR] [any setting of the recipe]
        co2 bench train [RECIPE] --images N ... [--queue K ...]
-       co2 bench loss [--rows B ...] [--negatives K ...] [--backends ...] [--out DIR]
 
   step    the training step alone: images/s, memory, where the time goes, how far from the device's bound
-  input   the way of images to the device alone: images/s by each way, and by each piece of the work
-  train   everything together: images/s, waiting, where the time goes; or the cost of an image by size of the data set
-  loss    time and memory of the objective: fused, compiled and plain (needs a CUDA GPU)"""
+  train   everything together: images/s, waiting, where the time goes; or what an image costs by size of the data set"""
+MOVED = ("loss", "input")  # to tools/, beside the package
 RECIPE = "moco-small"
 
 Settings = TypeVar("Settings")
@@ -38,17 +34,13 @@ def run(words: list[str]) -> int:
         print(USAGE)
         return 0
     name, rest = words[0], words[1:]
+    if name in MOVED:
+        raise UserError(f"`co2 bench {name}` is `python tools/{name}.py` in the repository now, with the same options.")
     if name not in BENCHMARKS:
         known = ", ".join(BENCHMARKS)
         raise UserError(f"There is no benchmark '{name}'.{did_you_mean(name, BENCHMARKS)} There are {known}.")
     BENCHMARKS[name](rest)
     return 0
-
-
-def _loss(words: list[str]) -> None:
-    from co2.bench.loss import LossBenchmark, run
-
-    run(tyro.cli(LossBenchmark, args=words, prog="co2 bench loss"))
 
 
 def _step(words: list[str]) -> None:
@@ -58,16 +50,9 @@ def _step(words: list[str]) -> None:
     run(experiment, settings)
 
 
-def _input(words: list[str]) -> None:
-    data = words[0] if words and not words[0].startswith("-") else None
-    settings, rest = _own_settings(InputBenchmark, words if data is None else words[1:], "co2 bench input")
-    experiment = _experiment(settings.recipe, rest, "co2 bench input")
-    from co2.bench.input import run
-
-    run(experiment, settings, data)
-
-
 def _train(words: list[str]) -> None:
+    if "--make" in words:
+        raise UserError("Make the pictures first, by `python tools/pictures.py FOLDER --count N`; then --data FOLDER.")
     experiment, settings = parse(TrainBenchmark, words, "co2 bench train", RECIPE)
     from co2.bench.train import run
 
@@ -97,22 +82,12 @@ def parse(kind: type[Settings], words: list[str], command: str, recipe: str) -> 
     if words and not words[0].startswith("-"):
         recipe, words = words[0], words[1:]
     recipes.get(recipe)  # a mistake in its name is told before others
-    settings, rest = _own_settings(kind, words, f"{command} {recipe}")
-    return _experiment(recipe, rest, f"{command} {recipe}"), settings
-
-
-def _own_settings(kind: type[Settings], words: list[str], command: str) -> tuple[Settings, list[str]]:
-    """A benchmark's own settings, and the words that are none of them."""
-    return tyro.cli(kind, args=words, prog=command, return_unknown_args=True)
-
-
-def _experiment(recipe: str, words: list[str], command: str) -> Experiment:
-    return tyro.cli(Experiment, args=words, default=recipes.get(recipe), prog=command)
+    command = f"{command} {recipe}"
+    settings, rest = tyro.cli(kind, args=words, prog=command, return_unknown_args=True)
+    return tyro.cli(Experiment, args=rest, default=recipes.get(recipe), prog=command), settings
 
 
 BENCHMARKS: dict[str, Callable[[list[str]], None]] = {
     "step": _step,
-    "input": _input,
     "train": _train,
-    "loss": _loss,
 }

@@ -28,6 +28,7 @@ attention, count by their arithmetic. So a step cannot be faster than the bound 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -265,21 +266,54 @@ def measure_rates(device: torch.device, precision: torch.dtype) -> Rates:
     """The rates of a large copy and of a large product of random numbers, in the type that steps run in."""
     if device.type != "cuda":
         return _measure_cpu(precision)
-    from co2.bench.loss import measure, release
-
     with torch.cuda.device(device):
-        rates = Rates(_copy_rate(measure, device), _product_rate(measure, device, precision))
-        release()
+        rates = Rates(_copy_rate(device), _product_rate(device, precision))
+        torch.cuda.empty_cache()
     return rates
 
 
-def _copy_rate(measure: Callable[..., dict[str, float]], device: torch.device) -> float:
+def measure(action: Callable[[], Any], budget: float, prepare: Callable[[], Any] | None = None) -> dict[str, float]:
+    """Median and quantiles of the device's milliseconds for `action`, each time after `prepare`, which is not timed."""
+    flushed = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")  # several times the second-level cache
+    for _ in range(2):
+        if prepare is not None:
+            prepare()
+        action()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    if prepare is not None:
+        prepare()
+    action()
+    launched = time.perf_counter() - start
+    torch.cuda.synchronize()
+    whole = time.perf_counter() - start
+    repeats = max(5, min(100, int(budget / whole)))
+    # The device sleeps while the host launches: at 2 GHz at most, so at least as long as that takes.
+    cycles = int(min(launched * 1.5, 0.01) * 2e9)
+    events = []
+    for _ in range(repeats):
+        if prepare is not None:
+            prepare()
+        flushed.zero_()
+        torch.cuda._sleep(cycles)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        action()
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize()
+    found = sorted(begin.elapsed_time(end) for begin, end in events)
+    low, high = found[round(0.2 * (len(found) - 1))], found[round(0.8 * (len(found) - 1))]
+    return {"ms": statistics.median(found), "low_ms": low, "high_ms": high}
+
+
+def _copy_rate(device: torch.device) -> float:
     source = torch.randn(2**28, device=device)  # 1 GiB, many times the second-level cache
     target = torch.empty_like(source)
     return 2 * source.nbytes / measure(lambda: target.copy_(source), 0.2)["ms"] * 1e3
 
 
-def _product_rate(measure: Callable[..., dict[str, float]], device: torch.device, precision: torch.dtype) -> float:
+def _product_rate(device: torch.device, precision: torch.dtype) -> float:
     n = 8192
     left, right = (torch.randn(n, n, device=device, dtype=precision) for _ in range(2))
     return 2 * n**3 / measure(lambda: left @ right, 0.2)["ms"] * 1e3

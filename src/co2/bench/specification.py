@@ -8,7 +8,6 @@ from typing import Literal
 from co2.errors import UserError
 
 Kind = Literal["auto", "eager", "captured", "compiled"]
-Input = Literal["auto", "resident", "jpeg", "workers"]
 
 
 @dataclass(frozen=True)
@@ -29,47 +28,7 @@ class StepBenchmark:
 
 
 @dataclass(frozen=True)
-class MadePictures:
-    """Images for a benchmark that the user has none for."""
-
-    make: int | None = None
-    """Write so many JPEGs that are like photographs, and read those."""
-    picture_size: str = "480x384"
-    """Width and height of these."""
-    keep: str = ""
-    """Folder for them, to be used again; by default a temporary one. Each size has a folder of its own in it."""
-
-    def __post_init__(self) -> None:
-        _at_least_one(self, "make")
-
-    @property
-    def made(self) -> str:
-        """What these images are, in words; nothing where none are made."""
-        return "" if self.make is None else f"{self.make} JPEGs of {self.picture_size} pixels"
-
-
-@dataclass(frozen=True)
-class InputBenchmark(MadePictures):
-    """How fast images become batches of views by themselves, without a training step.
-
-    Every setting of `co2 pretrain RECIPE` can be given beside these."""
-
-    recipe: str = "moco-v2"
-    """Whose views and batches to make."""
-    inputs: tuple[Input, ...] = ("auto",)
-    """Ways for images to take, to compare with each other."""
-    seconds: float = 10.0
-    """How long to measure each."""
-    out: str = ""
-    """Folder for the record (input.json), or a file that ends in .json."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _at_least_one(self, "seconds")
-
-
-@dataclass(frozen=True)
-class TrainBenchmark(MadePictures):
+class TrainBenchmark:
     """How fast training is with everything in it: reading, views, steps, logging, but no monitoring or checkpoints.
 
     Every setting of `co2 pretrain RECIPE` can be given beside these."""
@@ -89,16 +48,14 @@ class TrainBenchmark(MadePictures):
     """Folder for the record (train.json), or a file that ends in .json."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _at_least_one(self, "seconds", "steps")
         if any(number < 1 for number in (*self.images, *self.queue)):
             raise UserError("--images and --queue take numbers of images and of negatives, above 0.")
         noise = "--images" if self.images else "--queue" if self.queue else ""
-        given = [self.data and "--data", self.make and "--make", noise]
-        if len(asked_for := [option for option in given if option]) > 1:
+        if self.data and noise:
             raise UserError(
-                f"{' and '.join(asked_for)} do not go together: each says what to train on (--images and "
-                "--queue: noise). Leave out all but one."
+                f"--data and {noise} do not go together: each says what to train on (--images and "
+                "--queue: noise). Leave out one."
             )
 
 

@@ -13,7 +13,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from co2.bench.input import endless_batches, made_pictures, open_loader
 from co2.bench.parts import shares
 from co2.bench.record import check_out, device_name, provenance, show, write_record
 from co2.bench.roofline import bound_of, measure_rates
@@ -40,11 +39,13 @@ from co2.bench.step import (
 from co2.data.open import open_data
 from co2.data.source import ArraySource, ImageSource
 from co2.engine.clock import Moment
+from co2.engine.pretrain import check_sizes
 from co2.engine.trainer import Trainer, check_execution, precision_on
 from co2.errors import UserError
 from co2.experiment import Experiment, flatten
-from co2.machine.device import choose_device, stream_of_its_own
+from co2.machine.device import choose_device, choose_workers, stream_of_its_own
 from co2.machine.memory import freed_memory_kept
+from co2.views.choose_input import choose_input
 from co2.views.loader import Batch, ViewLoader
 from co2.views.resident import ResidentViews
 
@@ -113,9 +114,6 @@ def run(experiment: Experiment, settings: TrainBenchmark) -> dict[str, Any]:
     with explained(experiment):
         if settings.images or settings.queue:
             record = sweep(experiment, settings, device)
-        elif settings.make is not None:
-            with made_pictures(settings) as folder:
-                record = together(experiment.edit(data=folder), settings, device)
         else:
             record = together(experiment, settings, device)
     record = made_with | record
@@ -139,7 +137,7 @@ def together(experiment: Experiment, settings: TrainBenchmark, device: torch.dev
         around[MAKING_VIEWS] = found.views_seconds
     record = {
         "experiment": asdict(experiment),
-        "data": settings.made or splits.description,
+        "data": splits.description,
         "images": len(splits.train),
         "rates": asdict(rates),
         "bound": describe_bound(bound, experiment.batch_size),
@@ -210,6 +208,29 @@ def noise_images(count: int, size: int) -> ArraySource:
 
 
 # ---------------------------------------------------------------- how it is measured
+
+
+def open_loader(experiment: Experiment, source: ImageSource, device: torch.device) -> tuple[ViewLoader, str]:
+    """The loader that `co2 pretrain` would use, and what it would say about it."""
+    check_sizes(experiment, [len(source)])
+    resident = experiment.execution.resident_gib
+    return choose_input(
+        source,
+        experiment.views(),
+        batch_size=experiment.batch_size,
+        seed=experiment.seed,
+        workers=choose_workers(experiment.workers),
+        device=device,
+        smallest=2 * experiment.network.groups,
+        wanted=experiment.execution.input,
+        budget_bytes=None if resident is None else int(resident * 2**30),
+    )
+
+
+def endless_batches(loader: ViewLoader) -> Generator[Batch, None, None]:
+    """Epoch after epoch. Close it, so that threads that read ahead end."""
+    for number in itertools.count():
+        yield from loader.epoch(number)
 
 
 def measure_training(

@@ -1,6 +1,6 @@
 """What the consistency term adds to a whole training step: MoCo with InfoNCE alone against MoCo with both terms.
 
-    python benchmarks/consistency_overhead.py --out results/overhead
+    python tools/gpu/consistency_overhead.py --out results/overhead
 
 Two settings: ResNet-50 on 224-pixel images with B = 256, and ResNet-18 (3x3 stem) on 32-pixel images with B = 512; both
 with K = 65,536, bfloat16 autocast, channels last, a momentum encoder and SGD, on random images that are on the GPU
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import torch
 import torch.nn.functional as F
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="steps in a turn")
     parser.add_argument("--out", type=Path, help="folder for the record")
     asked = parser.parse_args()
-    home = Path(__file__).parents[1]
+    home = Path(__file__).parents[2]
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=home, capture_output=True, text=True).stdout.strip()
     record: dict[str, Any] = {
         "command": " ".join(sys.argv),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from loss import BACKENDS, LossBenchmark, main, run, speedups, write
 
-from co2.bench.loss import BACKENDS, LossBenchmark, main, run, speedups, write
 from co2.errors import UserError
 
 TIMES = [

@@ -1,6 +1,6 @@
 """What two habits of work on a CPU are worth: keeping freed memory, and channels-last layout for evaluations.
 
-    python benchmarks/work_on_cpus.py --out results/work-on-cpus
+    python tools/work_on_cpus.py --out results/work-on-cpus
 
 Training steps with and without `freed_memory_kept`, and features of a frozen backbone with neither habit, with the
 first, and with both. Each measurement has a process of its own, because malloc does not forget what it was told; rounds

@@ -1,13 +1,20 @@
 """JPEGs that are like photographs to a decoder: about 50 KB for 480 x 384 pixels, each another one.
 
+    python tools/pictures.py FOLDER --count 5000 --size 480x384
+
 Soft noise at all scales, stronger at the larger ones as in photographs, and a few shapes with sharp edges. Nothing here
 imports torch, so that processes that write pictures start quickly.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import io
 import os
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
@@ -17,7 +24,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from co2.errors import UserError
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+from co2.bench.record import check_folder
+from co2.errors import RunError, UserError
+from co2.machine.device import choose_workers
 
 _CELLS = (4, 8, 16, 32, 64, 128)  # of noise along the shorter side
 _LOUDEST = 70.0  # levels, at the largest scale; each following has 0.6 of it
@@ -134,3 +145,45 @@ def _write_whole(path: Path, data: bytes) -> None:
     unfinished = path.with_suffix(".part")
     unfinished.write_bytes(data)
     os.replace(unfinished, path)  # so that a file that is there is whole
+
+
+@contextlib.contextmanager
+def made_pictures(count: int, size: str, keep: str = "") -> Iterator[str]:
+    """A list of `count` pictures of `size`, such as 480x384; those that are kept are in a folder for each size."""
+    width, height = parse_size(size)
+    with contextlib.ExitStack() as temporary:
+        above = keep or temporary.enter_context(tempfile.TemporaryDirectory(prefix="co2-pictures-"))
+        folder = Path(above, f"{width}x{height}")
+        check_folder(folder, "--keep")
+        start = time.perf_counter()
+        try:
+            written = write_pictures(folder, count, width, height, max(1, choose_workers(-1)))
+            pictures = list_pictures(folder, count)
+        except OSError as error:
+            raise RunError(
+                f"The pictures cannot be written to {folder}: {error.strerror}. Make room, or choose another --keep."
+            ) from error
+        there = count - written
+        print(
+            f"Wrote {written:,} pictures of {width}x{height} pixels in {time.perf_counter() - start:.0f} s"
+            f"{f'; {there:,} were there already' if there else ''}."
+        )
+        yield str(pictures)
+
+
+def main() -> None:
+    """Write pictures into a folder, to be measured with."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="each size has a folder of its own in it")
+    parser.add_argument("--count", type=int, default=5000)
+    parser.add_argument("--size", default="480x384", help="width and height")
+    asked = parser.parse_args()
+    try:
+        with made_pictures(asked.count, asked.size, asked.folder) as written:
+            print(f"They are listed in {written}: give that as --data.")
+    except (UserError, RunError) as mistake:
+        sys.exit(str(mistake))
+
+
+if __name__ == "__main__":
+    main()

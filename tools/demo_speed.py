@@ -1,6 +1,6 @@
 """How much faster the demo has become: it is run at two commits in turn, as the user runs it, on the CPU.
 
-    python benchmarks/demo_speed.py --against COMMIT --out results/demo-speed
+    python tools/demo_speed.py --against COMMIT --out results/demo-speed
 
 Each turn is a whole `co2 demo`: two runs side by side, and the page. Reported are the time from command to page, the
 processor time of everything in it, which other programs on the computer disturb less, and, from the runs' own records,

@@ -1,6 +1,6 @@
 """Soak: train for a long time, kill every few minutes, and watch memory, file handles and disk.
 
-    python benchmarks/soak.py --minutes 60 --kill-every 120 --out results/soak
+    python tools/soak.py --minutes 60 --kill-every 120 --out results/soak
 
 The same run is made again and again; while it is made, its process is killed (SIGKILL, or SIGTERM every third time) at
 random moments and started again with `--resume auto`. Each time it ends, its final weights must equal those of one run

@@ -1,5 +1,9 @@
 """How long the objective takes and how much memory it needs, fused against everything else that could compute it.
 
+    python tools/loss.py --out results/loss
+    python tools/loss.py --rows 256 4096 --negatives 65536 --backends compiled fused
+    python tools/loss.py --sweep --rows 256 1024 4096 --negatives 65536 --out results/loss
+
 What is timed is the device's work for one call: events around it, after a warm-up, with the second-level cache flushed
 before each run and the queue of launches kept ahead of the device, as it is in a training step. `call` is the time a
 lone caller waits who launches one after the other, launch costs and all.
@@ -7,26 +11,34 @@ lone caller waits who launches one after the other, launch costs and all.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import functools
-import gc
 import json
-import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from co2.bench.record import check_folder, provenance, show
+from co2.bench.roofline import measure
+from co2.bench.step import release
+from co2.errors import UserError
 from co2.files import read_json
+from co2.objective import fused
+from co2.objective.contrast import contrast
+from co2.objective.reference import reference
+from co2.objective.specification import Consistency, Precision
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from co2.objective.specification import Precision
-
+DEVICE = torch.device("cuda")
 BACKENDS = {
     "reference": "plain PyTorch",
     "compiled": "the reference through torch.compile",
@@ -41,7 +53,7 @@ TAU, SIGMA = 0.2, 0.05
 
 @dataclass(frozen=True)
 class LossBenchmark:
-    """What `co2 bench loss` measures."""
+    """How long the objective takes and how much memory it needs, by each implementation."""
 
     rows: tuple[int, ...] = (256, 1024, 4096)
     """Batch sizes B."""
@@ -57,14 +69,12 @@ class LossBenchmark:
     """Try tile sizes of the fused kernels instead, and print the best of each shape."""
     out: Path | None = None
     """Folder for the table (CSV), the plot (PNG, SVG) and the record (JSON)."""
+    plot: Path | None = None
+    """Only draw the plot of this record, beside it."""
 
 
 def run(settings: LossBenchmark) -> dict[str, Any]:
     """Measures, prints a table, and writes the record where `settings.out` says."""
-    import torch
-
-    from co2.errors import UserError
-
     unknown = [name for name in settings.backends if name not in BACKENDS]
     if unknown:
         raise UserError(f"There is no backend '{unknown[0]}': use some of {', '.join(BACKENDS)}.")
@@ -72,7 +82,7 @@ def run(settings: LossBenchmark) -> dict[str, Any]:
         check_folder(settings.out, "--out")
     if not torch.cuda.is_available():
         raise UserError("This benchmark measures CUDA kernels and found no GPU. Run it on a machine that has one.")
-    record = provenance(torch.device("cuda")) | {
+    record = provenance(DEVICE) | {
         "settings": {"tau_instance": TAU, "tau_consistency": SIGMA, "dtype": "float32", "gradient": "query"},
         "backends": BACKENDS,
     }
@@ -97,8 +107,6 @@ def run(settings: LossBenchmark) -> dict[str, Any]:
 
 def times(settings: LossBenchmark) -> list[dict[str, Any]]:
     """One row for each shape and backend."""
-    import torch
-
     rows = []
     for b in settings.rows:
         for k in settings.negatives:
@@ -110,13 +118,11 @@ def times(settings: LossBenchmark) -> list[dict[str, Any]]:
                     row["skipped"] = "does not fit this device's memory"
                 print(json.dumps(row), flush=True)
                 rows.append(row)
-                release()
+                release(DEVICE)
     return rows
 
 
 def time_backend(backend: str, b: int, k: int, d: int, budget: float) -> dict[str, Any]:
-    import torch
-
     query, positive, negatives = make_inputs(b, k, d)
     query.requires_grad_()
     loss = loss_of(backend, positive, negatives)
@@ -156,12 +162,6 @@ def time_backend(backend: str, b: int, k: int, d: int, budget: float) -> dict[st
 
 def loss_of(backend: str, positive: Tensor, negatives: Tensor) -> Callable[[Tensor], Tensor]:
     """The mean loss as a function of the queries: MoCo's case, where nothing else has a gradient."""
-    import torch
-    import torch.nn.functional as F
-
-    from co2.objective.contrast import contrast
-    from co2.objective.reference import reference
-    from co2.objective.specification import Consistency
 
     def plain(query: Tensor) -> Tensor:
         instance, consistency, _ = reference(query, positive, negatives, TAU, Consistency(temperature=SIGMA), 0.0, None)
@@ -193,10 +193,6 @@ def loss_of(backend: str, positive: Tensor, negatives: Tensor) -> Callable[[Tens
 
 def accuracy(settings: LossBenchmark) -> list[dict[str, Any]]:
     """Errors of the terms and of the query's gradient on the largest of the asked shapes whose truth is affordable."""
-    import torch
-
-    from co2.objective.contrast import contrast
-
     b, k = min(min(settings.rows), 1024), min(max(settings.negatives), 65536)
     query, positive, negatives = make_inputs(b, k, settings.dim)
 
@@ -264,15 +260,13 @@ def sweep(settings: LossBenchmark) -> list[dict[str, Any]]:
                     shape = {"B": b, "K": k, "negatives": str(form.dtype)[6:], "pass": name, "rounding_ms": rounding}
                     rows += [{**shape, **row} for row in found]
                     show(f"{shape}", found[:4])
-            release()
+            release(DEVICE)
     return rows
 
 
 def sweep_shape(query: Tensor, positive: Tensor, negatives: Tensor, budget: float) -> dict[str, list[dict[str, Any]]]:
     """Milliseconds of each candidate, the best first."""
     from triton.runtime.errors import OutOfResources
-
-    from co2.objective import fused
 
     options = fused.Settings(TAU, SIGMA, None, 0, 0.0, False)
     instance, _, _, operands, saved = fused.forward(query, positive, negatives, None, options)
@@ -302,47 +296,8 @@ def sweep_shape(query: Tensor, positive: Tensor, negatives: Tensor, budget: floa
 # ---------------------------------------------------------------- how it is measured
 
 
-def measure(action: Callable[[], Any], budget: float, prepare: Callable[[], Any] | None = None) -> dict[str, float]:
-    """Median and quantiles of the device's milliseconds for `action`, each time after `prepare`, which is not timed."""
-    import torch
-
-    flushed = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")  # several times the second-level cache
-    for _ in range(2):
-        if prepare is not None:
-            prepare()
-        action()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    if prepare is not None:
-        prepare()
-    action()
-    launched = time.perf_counter() - start
-    torch.cuda.synchronize()
-    whole = time.perf_counter() - start
-    repeats = max(5, min(100, int(budget / whole)))
-    # The device sleeps while the host launches: at 2 GHz at most, so at least as long as that takes.
-    cycles = int(min(launched * 1.5, 0.01) * 2e9)
-    events = []
-    for _ in range(repeats):
-        if prepare is not None:
-            prepare()
-        flushed.zero_()
-        torch.cuda._sleep(cycles)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        action()
-        end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize()
-    found = sorted(begin.elapsed_time(end) for begin, end in events)
-    low, high = found[round(0.2 * (len(found) - 1))], found[round(0.8 * (len(found) - 1))]
-    return {"ms": statistics.median(found), "low_ms": low, "high_ms": high}
-
-
 def ceilings() -> dict[str, float]:
     """What this device moves and multiplies at best: TB/s of a copy, read plus written, and TFLOP/s of products."""
-    import torch
-
     source = torch.randn(2**28, device="cuda")
     target = torch.empty_like(source)
     found = {"copy_tb_per_s": 2 * source.nbytes / measure(lambda: target.copy_(source), 0.1)["ms"] / 1e9}
@@ -353,26 +308,16 @@ def ceilings() -> dict[str, float]:
         milliseconds = measure(lambda a=left, b=right: a @ b, 0.1)["ms"]  # type: ignore[misc]
         torch.backends.cuda.matmul.allow_tf32 = False
         found[f"{name}_tflop_per_s"] = 2 * n**3 / milliseconds / 1e9
-    release()
+    release(DEVICE)
     return found
 
 
 def make_inputs(b: int, k: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries with positives that resemble them, and unrelated negatives."""
-    import torch
-    import torch.nn.functional as F
-
     generator = torch.Generator("cuda").manual_seed(0)
     noise = [torch.randn(rows, d, generator=generator, device="cuda") for rows in (b, b, k)]
     query, other, negatives = (F.normalize(x, dim=1) for x in noise)
     return query, F.normalize(query + 0.7 * other, dim=1), negatives
-
-
-def release() -> None:
-    import torch
-
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 # ---------------------------------------------------------------- what comes out
@@ -427,27 +372,16 @@ def plot(record: dict[str, Any], out: Path) -> None:
     pyplot.close(figure)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """The command line of `benchmarks/contrast.py`."""
-    defaults = LossBenchmark()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=defaults.rows, help="batch sizes B")
-    parser.add_argument("--negatives", type=int, nargs="+", default=defaults.negatives, help="numbers of negatives K")
-    parser.add_argument("--dim", type=int, default=defaults.dim, help="numbers in an embedding, D")
-    parser.add_argument("--backends", nargs="+", default=defaults.backends, choices=list(BACKENDS))
-    parser.add_argument("--budget", type=float, default=defaults.budget, help="seconds of device time for each number")
-    parser.add_argument("--sweep", action="store_true", help="try tile sizes of the fused kernels instead")
-    parser.add_argument("--out", type=Path, help="folder for table, plot and record")
-    parser.add_argument("--plot", type=Path, help="only draw the plot of this record, beside it")
-    asked: dict[str, Any] = vars(parser.parse_args(arguments))
-    record = asked.pop("plot")
-    if record is not None:
-        plot(read_json(record), record.parent)
+def main(words: list[str] | None = None) -> None:
+    """Measure what the command line says, or draw a record again."""
+    settings = tyro.cli(LossBenchmark, args=words, prog="python tools/loss.py")
+    if settings.plot is not None:
+        plot(read_json(settings.plot), settings.plot.parent)
         return
-    settings: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()
-    }
-    run(LossBenchmark(**settings))
+    try:
+        run(settings)
+    except UserError as mistake:
+        sys.exit(str(mistake))
 
 
 if __name__ == "__main__":

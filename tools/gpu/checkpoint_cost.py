@@ -1,6 +1,6 @@
 """What writing checkpoints costs: a ResNet-50 run with and without them, in one process, interleaved.
 
-    python benchmarks/checkpoint_cost.py --out results/checkpoint-cost
+    python tools/gpu/checkpoint_cost.py --out results/checkpoint-cost
 
 Steps of co2-v2 (batch 256, 224 pixels, queue of 65,536) on views that are already on the GPU, so that nothing but the
 checkpoint can slow them down. Stretches of steps with one checkpoint at their beginning alternate with stretches

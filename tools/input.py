@@ -1,4 +1,7 @@
-"""`co2 bench input`: how fast images become batches of views, by each way that they can take to the device.
+"""How fast images become batches of views, by each way that they can take to the device.
+
+    python tools/input.py path/to/pictures --inputs jpeg workers
+    python tools/input.py --make 5000 --picture-size 480x384 --recipe moco-v2 --out results/input
 
 Files that were just written, or read once already, lie in the system's memory: what is measured then is the work, not
 the disk.
@@ -10,39 +13,68 @@ import contextlib
 import itertools
 import resource
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+import tyro
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from co2.bench.pictures import list_pictures, parse_size, write_pictures
-from co2.bench.record import check_folder, check_out, provenance, show, write_record
-from co2.bench.specification import Input, InputBenchmark, MadePictures
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+from pictures import made_pictures
+
+from co2 import recipes
+from co2.bench.record import check_out, provenance, show, write_record
 from co2.bench.step import peak_memory_gib, release, wait_for
+from co2.bench.train import endless_batches, open_loader
 from co2.data.decode import decode_image
 from co2.data.open import open_data
 from co2.data.plain_jpeg import plain_jpeg_size
 from co2.data.source import BadImage, ImageSource
-from co2.engine.pretrain import check_sizes
 from co2.errors import RunError, UserError
 from co2.experiment import Experiment
-from co2.machine.device import choose_device, choose_workers
-from co2.views.choose_input import choose_input
-from co2.views.loader import Batch, ViewLoader, write_views
+from co2.machine.device import choose_device
+from co2.views.loader import write_views
 from co2.views.parameters import draw
 from co2.views.resident import views_of
 
+Input = Literal["auto", "resident", "jpeg", "workers"]
 _WARM_UP = 3  # batches
 _BATCHES_AT_ONCE = 20  # before the device is waited for
 _DECODED_AT_ONCE = 256
 _SAMPLE = 512  # images on which each piece of work is measured by itself
+
+
+@dataclass(frozen=True)
+class InputBenchmark:
+    """How fast images become batches of views by themselves, without a training step.
+
+    Every setting of `co2 pretrain RECIPE` can be given beside these."""
+
+    make: int | None = None
+    """Write so many JPEGs that are like photographs, and read those."""
+    picture_size: str = "480x384"
+    """Width and height of these."""
+    keep: str = ""
+    """Folder for them, to be used again; by default a temporary one. Each size has a folder of its own in it."""
+    recipe: str = "moco-v2"
+    """Whose views and batches to make."""
+    inputs: tuple[Input, ...] = ("auto",)
+    """Ways for images to take, to compare with each other."""
+    seconds: float = 10.0
+    """How long to measure each."""
+    out: str = ""
+    """Folder for the record (input.json), or a file that ends in .json."""
+
+    def __post_init__(self) -> None:
+        if self.seconds <= 0 or (self.make is not None and self.make < 1):
+            raise UserError("--seconds and --make must be above 0.")
 
 
 @dataclass(frozen=True)
@@ -70,22 +102,23 @@ class InputMeasurement:
 def run(experiment: Experiment, settings: InputBenchmark, data: str | None) -> dict[str, Any]:
     """Measures, prints tables, and writes the record where `settings.out` says."""
     if (data is None) == (settings.make is None):
-        raise UserError("Say which images to read: co2 bench input DATA, or co2 bench input --make 5000.")
+        raise UserError("Say which images to read: tools/input.py DATA, or tools/input.py --make 5000.")
     check_out(settings.out, "input")
     device = choose_device(experiment.device)
     made_with = provenance(device)
     with contextlib.ExitStack() as temporary:
         if settings.make is not None:
-            data = temporary.enter_context(made_pictures(settings))
+            data = temporary.enter_context(made_pictures(settings.make, settings.picture_size, settings.keep))
         assert data is not None
         splits = open_data(data)
         print(f"{splits.description}.")
         source = splits.train
         pieces = measure_pieces(experiment, source, device)
         found = [measure_input(experiment, source, device, asked, settings.seconds) for asked in settings.inputs]
+    made = f"{settings.make} JPEGs of {settings.picture_size} pixels"
     record = made_with | {
         "experiment": asdict(experiment),
-        "data": settings.made or splits.description,
+        "data": splits.description if settings.make is None else made,
         "images": len(source),
         "pieces_images_per_second": pieces,
         "inputs": [asdict(one) | {"images_per_second": one.images_per_second} for one in found],
@@ -95,55 +128,7 @@ def run(experiment: Experiment, settings: InputBenchmark, data: str | None) -> d
     return record
 
 
-@contextlib.contextmanager
-def made_pictures(settings: MadePictures) -> Iterator[str]:
-    """A list of `settings.make` pictures of `settings.picture_size`; kept ones are in a folder for each size."""
-    assert settings.make is not None
-    width, height = parse_size(settings.picture_size)
-    with contextlib.ExitStack() as temporary:
-        above = settings.keep or temporary.enter_context(tempfile.TemporaryDirectory(prefix="co2-pictures-"))
-        folder = Path(above, f"{width}x{height}")
-        check_folder(folder, "--keep")
-        start = time.perf_counter()
-        try:
-            written = write_pictures(folder, settings.make, width, height, max(1, choose_workers(-1)))
-            pictures = list_pictures(folder, settings.make)
-        except OSError as error:
-            raise RunError(
-                f"The pictures cannot be written to {folder}: {error.strerror}. Make room, or choose another --keep."
-            ) from error
-        there = settings.make - written
-        print(
-            f"Wrote {written:,} pictures of {width}x{height} pixels in {time.perf_counter() - start:.0f} s"
-            f"{f'; {there:,} were there already' if there else ''}."
-        )
-        yield str(pictures)
-
-
 # ---------------------------------------------------------------- how it is measured
-
-
-def open_loader(experiment: Experiment, source: ImageSource, device: torch.device) -> tuple[ViewLoader, str]:
-    """The loader that `co2 pretrain` would use, and what it would say about it."""
-    check_sizes(experiment, [len(source)])
-    resident = experiment.execution.resident_gib
-    return choose_input(
-        source,
-        experiment.views(),
-        batch_size=experiment.batch_size,
-        seed=experiment.seed,
-        workers=choose_workers(experiment.workers),
-        device=device,
-        smallest=2 * experiment.network.groups,
-        wanted=experiment.execution.input,
-        budget_bytes=None if resident is None else int(resident * 2**30),
-    )
-
-
-def endless_batches(loader: ViewLoader) -> Generator[Batch, None, None]:
-    """Epoch after epoch. Close it, so that threads that read ahead end."""
-    for number in itertools.count():
-        yield from loader.epoch(number)
 
 
 def measure_input(
@@ -300,3 +285,20 @@ def present(record: dict[str, Any]) -> None:
     show("images that become batches of views", rows)
     for one in record["inputs"]:
         print(f"{one['asked']}: {one['sentence']}")
+
+
+def main(words: list[str] | None = None) -> None:
+    """Measure what the command line says: DATA first, if there are any, then settings of this and of the recipe."""
+    words = sys.argv[1:] if words is None else words
+    data = words[0] if words and not words[0].startswith("-") else None
+    prog = "python tools/input.py"
+    try:
+        own = words if data is None else words[1:]
+        settings, rest = tyro.cli(InputBenchmark, args=own, prog=prog, return_unknown_args=True)
+        run(tyro.cli(Experiment, args=rest, default=recipes.get(settings.recipe), prog=prog), settings, data)
+    except (UserError, RunError) as mistake:
+        sys.exit(str(mistake))
+
+
+if __name__ == "__main__":
+    main()

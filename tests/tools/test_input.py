@@ -1,4 +1,4 @@
-"""`co2 bench input` on pictures that it makes, and these pictures."""
+"""tools/input.py on pictures that it makes, and these pictures."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import input as tool
 import numpy as np
+import pictures
 import pytest
 import torch
+from input import InputBenchmark, main, measure_pieces, run
+from pictures import made_pictures, parse_size, path_of, picture, write_pictures
 from PIL import Image
 
-from co2.bench import pictures
-from co2.bench.input import made_pictures, measure_pieces, run
-from co2.bench.pictures import parse_size, path_of, picture, write_pictures
-from co2.bench.specification import InputBenchmark
-from co2.cli import main
 from co2.data.open import open_data
 from co2.errors import RunError, UserError
 from co2.views import loader
@@ -29,20 +28,8 @@ SETTINGS = [
 
 def test_from_the_command_line_to_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept, out = tmp_path / "pictures", tmp_path / "out"
-    words = [
-        "bench",
-        "input",
-        "--make",
-        "9",
-        "--picture-size",
-        "48x32",
-        "--keep",
-        str(kept),
-        "--out",
-        str(out),
-        *SETTINGS,
-    ]
-    assert main([*words, "--inputs", "workers", "jpeg", "resident"]) == 0
+    words = ["--make", "9", "--picture-size", "48x32", "--keep", str(kept), "--out", str(out), *SETTINGS]
+    main([*words, "--inputs", "workers", "jpeg", "resident"])
     record: dict[str, Any] = json.loads((out / "input.json").read_text())
     assert record["images"] == 9
     assert [one["asked"] for one in record["inputs"]] == ["workers", "jpeg", "resident"]
@@ -56,17 +43,38 @@ def test_from_the_command_line_to_a_record(tmp_path: Path, capsys: pytest.Captur
 
     times = {path: path.stat().st_mtime_ns for path in kept.rglob("*.jpg")}
     assert len(times) == 9
-    assert main(["bench", "input", str(kept), *SETTINGS]) == 0
-    assert main([*words[:2], "--make", "10", *words[4:]]) == 0
+    main([str(kept), *SETTINGS])
+    main(["--make", "10", *words[2:]])
     assert {path: path.stat().st_mtime_ns for path in times} == times  # what is there is used again
     assert path_of(kept / "48x32", 9).exists()
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "file/record.json"])
+def test_a_file_in_the_way_is_told_before_anything_is_measured(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr(tool, "measure_pieces", lambda *_: pytest.fail("it was measured first"))
+    with pytest.raises(SystemExit, match=r"file is a file\. Choose another --out\."):
+        main(["shapes:40:16", *SETTINGS, "--out", str(tmp_path / out)])
+
+
+def test_a_record_names_the_commit_that_was_measured_and_not_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, measure_input = ["measured"], tool.measure_input
+    monkeypatch.setattr("co2.bench.record.commit", lambda: heads[-1])
+    monkeypatch.setattr(tool, "measure_input", lambda *how: heads.append("later") or measure_input(*how))
+    main(["shapes:40:16", *SETTINGS, "--inputs", "workers", "--out", str(tmp_path / "record.json")])
+    assert heads == ["measured", "later"]
+    assert json.loads((tmp_path / "record.json").read_text())["commit"] == "measured"
 
 
 def test_kept_pictures_are_as_many_and_as_large_as_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def read(make: int, size: str) -> tuple[int, set[tuple[int, ...]], str]:
-        with made_pictures(InputBenchmark(make=make, picture_size=size, keep=str(tmp_path))) as data:
+        with made_pictures(make, size, str(tmp_path)) as data:
             source = open_data(data).train
             shapes = {tuple(source.image(index).shape) for index in range(len(source))}
             return len(source), shapes, capsys.readouterr().out.split(" in ")[0]
@@ -74,7 +82,7 @@ def test_kept_pictures_are_as_many_and_as_large_as_asked_for(
     assert read(6, "40x32") == (6, {(3, 32, 40)}, "Wrote 6 pictures of 40x32 pixels")
     assert read(6, "24x16") == (6, {(3, 16, 24)}, "Wrote 6 pictures of 24x16 pixels")
     assert read(4, "40X32") == (4, {(3, 32, 40)}, "Wrote 0 pictures of 40x32 pixels")
-    with made_pictures(InputBenchmark(make=9, picture_size="40x32", keep=str(tmp_path))) as data:
+    with made_pictures(9, "40x32", str(tmp_path)) as data:
         assert len(open_data(data).train) == 9
     printed = capsys.readouterr().out
     assert printed.startswith("Wrote 3 pictures of 40x32 pixels")
@@ -83,8 +91,8 @@ def test_kept_pictures_are_as_many_and_as_large_as_asked_for(
 
 def test_a_record_names_the_pictures_that_were_made(tmp_path: Path) -> None:
     for make, size in ((9, "40x32"), (6, "40x32"), (6, "24x16")):
-        words = ["bench", "input", "--make", str(make), "--picture-size", size, "--keep", str(tmp_path / "pictures")]
-        assert main([*words, "--out", str(tmp_path), *SETTINGS]) == 0
+        words = ["--make", str(make), "--picture-size", size, "--keep", str(tmp_path / "pictures")]
+        main([*words, "--out", str(tmp_path), *SETTINGS])
         record: dict[str, Any] = json.loads((tmp_path / "input.json").read_text())
         assert (record["images"], record["data"]) == (make, f"{make} JPEGs of {size} pixels")
 
@@ -135,7 +143,7 @@ def test_the_pieces_of_the_work_leave_bad_images_out(tmp_path: Path, tiny: Any) 
 
 
 def test_the_pieces_are_measured_all_over_the_data(tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("co2.bench.input._SAMPLE", 4)
+    monkeypatch.setattr(tool, "_SAMPLE", 4)
     write_pictures(tmp_path, 12, 32, 24, workers=0)
     source = open_data(str(tmp_path)).train
     for number in range(8):
@@ -154,7 +162,7 @@ def test_on_a_cpu_views_are_timed_as_its_workers_make_them(tiny: Any, monkeypatc
     made = []
     write_views = loader.write_views
     monkeypatch.setattr(
-        "co2.bench.input.write_views", lambda *how: made.append([view.shape for view in how[0]]) or write_views(*how)
+        tool, "write_views", lambda *how: made.append([view.shape for view in how[0]]) or write_views(*how)
     )
     measure_pieces(tiny(), open_data("shapes:6:24").train, torch.device("cpu"))
     assert made == [[(6, 3, 16, 16)] * 2]
@@ -180,7 +188,7 @@ def test_mistakes_are_told_plainly(tiny: Any) -> None:
 def test_on_a_gpu_every_way_gives_batches(tmp_path: Path, tiny: Any) -> None:
     experiment = tiny("moco-v2", device="cuda", batch_size=16, workers=2, size=64)
     settings = InputBenchmark(
-        make=64, size="160x120", keep=str(tmp_path), inputs=("resident", "jpeg", "workers"), seconds=0.5
+        make=64, picture_size="160x120", keep=str(tmp_path), inputs=("resident", "jpeg", "workers"), seconds=0.5
     )
     record = run(experiment, settings, None)
     assert all(one["images_per_second"] > 0 and one["bad_images"] == 0 for one in record["inputs"])
