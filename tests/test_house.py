@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import co2
+from co2.method import METHODS, load_methods
 
 PACKAGE = Path(co2.__file__).parent
 
@@ -90,6 +91,38 @@ def _all_imports(path):
             yield node.module or ""
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+
+
+# Strings that are spelt like a metric of a method and mean something else, or cannot be had from its declaration.
+METRICS_OF_METHODS_ALLOWED = {
+    "evaluation/knn.py": {"top1", "top5"},  # accuracies of a protocol, in its own record
+    "evaluation/labels.py": {"top1", "top5"},
+    "evaluation/suite.py": {"top1"},
+    "study/tables.py": {"top1"},
+    "bench/loss.py": {"instance", "consistency"},  # parts of the objective, whose gradients are compared
+    "bench/train.py": {"spread"},  # of repeated measurements
+    "experiment.py": {"cosine"},  # a schedule of the learning rate
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_metrics_are_named_where_a_method_declares_them_and_nowhere_else(path):
+    own = path.relative_to(PACKAGE).as_posix()
+    if own.startswith(("methods/", "objective/", "kernels/")):
+        return
+    load_methods()
+    ours = [one for one in METHODS.values() if one.__module__.startswith("co2.methods.")]
+    declared = [metric for one in ours for metric in one.metrics]
+    names = {metric.name for metric in declared}
+    symbols = {metric.symbol for metric in declared if "_" in metric.symbol}  # no word of any language
+    assert {"instance", "top1"} <= names
+    assert "L_con" in symbols
+    tree = ast.parse(path.read_text())
+    words = [one.value for one in ast.walk(tree) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    documents = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    said = {ast.get_docstring(one, clean=False) for one in ast.walk(tree) if isinstance(one, documents)}
+    found = {word for word in words if word in names or (word not in said and any(one in word for one in symbols))}
+    assert found == METRICS_OF_METHODS_ALLOWED.get(own, set())
 
 
 def test_help_and_recipes_do_not_import_torch():

@@ -22,10 +22,12 @@ from rich.live import Live
 from rich.table import Table
 
 from co2 import recipes
+from co2.engine.progress import in_line
 from co2.errors import UserError
 from co2.experiment import Experiment
 from co2.files import read_text
 from co2.machine.device import cores
+from co2.measures.metric import HEALTH, KNN, Metric, told
 from co2.report.gallery import Gallery, Picture
 from co2.report.page import Page, next_steps, write_page
 from co2.report.runs import read_run
@@ -182,18 +184,17 @@ def _ended_with_us(runs: list[_Run]) -> Iterator[None]:
 def _progress_table(runs: list[_Run], values: Mapping[str, Mapping[str, Any]]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("method")
-    for heading in ("epoch", "L_ins", "L_con", "instance found", "kNN", "images/s"):
+    metrics = (*told(runs[0].experiment.method.metrics), KNN)
+    for heading in ("epoch", *(metric.symbol for metric in metrics), "images/s"):
         table.add_column(heading, justify="right", min_width=8)
     for run in runs:
         row = values[run.name]
+        speed = row.get("images_per_second")
         table.add_row(
             run.name,
             f"{row.get('epoch', 0):.1f}/{run.experiment.epochs}",
-            _number(row.get("instance"), ".3f"),
-            _number(row.get("consistency"), ".3f"),
-            _number(row.get("top1"), ".1%"),
-            _number(row.get("knn_top1"), ".1%"),
-            _number(row.get("images_per_second"), ",.0f"),
+            *(_number(metric, row.get(metric.name)) for metric in metrics),
+            "-" if speed is None else f"{speed:,.0f}",
         )
     return table
 
@@ -208,13 +209,12 @@ def _print_epochs(
         if epoch <= shown.get(run.name, 0):
             continue
         shown[run.name] = epoch
-        losses = f"L_ins {row['instance']:.3f}  L_con {row['consistency']:.3f}"
-        knn = _number(row.get("knn_top1"), ".1%")
-        console.print(f"{run.name:<11} epoch {epoch:>2}/{run.experiment.epochs}  {losses}  kNN {knn}")
+        numbers = in_line((*run.experiment.method.metrics, KNN), row)
+        console.print(f"{run.name:<11} epoch {epoch:>2}/{run.experiment.epochs}  {numbers}")
 
 
-def _number(value: float | None, style: str) -> str:
-    return "-" if value is None else format(value, style)
+def _number(metric: Metric, value: float | None) -> str:
+    return "-" if value is None else metric.shown(value)
 
 
 class _Neighbours:
@@ -285,14 +285,9 @@ def _introduction(experiment: Experiment, data: DataSplits) -> str:
 def _summary(rows: Sequence[Outcome]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("network")
-    for heading in ("kNN accuracy", "L_ins", "L_con", "instance found"):
-        table.add_column(heading, justify="right")
+    metrics = [metric for metric in rows[0].values if metric is KNN or metric not in HEALTH]
+    for metric in metrics:
+        table.add_column(metric.called if metric is KNN else metric.symbol, justify="right")
     for row in rows:
-        table.add_row(
-            row.network,
-            _number(row.knn_top1, ".1%"),
-            _number(row.instance, ".3f"),
-            _number(row.consistency, ".3f"),
-            _number(row.top1, ".1%"),
-        )
+        table.add_row(row.network, *(_number(metric, row.values[metric]) for metric in metrics))
     return table

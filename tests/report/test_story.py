@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from co2.experiment import Experiment
+from co2.methods.contrastive import CONSISTENCY, TOP1
 from co2.report.runs import RunRecord, read_run
 from co2.report.story import (
     Untrained,
@@ -62,7 +64,10 @@ def test_headline_without_labels(make_run) -> None:
     assert headline(runs, None) == (
         "The consistency loss is at 0.100 with co2 and at 0.400 with moco: 75% lower with the consistency term."
     )
-    assert headline(runs[:1], None).startswith("moco: queries pick out their own picture in ")
+    assert re.fullmatch(
+        r"moco: instance loss \d\.\d{3}, consistency loss 0\.400, instance accuracy \d\d\.\d%, effective rank 28\.0\.",
+        headline(runs[:1], None),
+    )
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -88,13 +93,21 @@ def test_findings_tell_both_directions(pair) -> None:
         with_rows(pair[1], "train", consistency=0.4, top1=0.7),
     ]
     told = findings(runs)
-    assert told[0].endswith("ended at 0.100 with the term in the objective and at 0.400 without: 75% lower.")
-    assert "in 60.0% of cases with the term and in 70.0% without: 10.0 points lower. The paper saw the same" in told[1]
-    assert told[1].endswith("The paper saw the same direction on ImageNet-100, from 97.57% to 95.26%.")
+    loss, term, accuracy, rank = told
+    assert term == (
+        "The consistency loss ended at 0.100 with the term in the objective and at 0.400 without: 75% lower."
+    )
+    assert accuracy == (
+        "The instance accuracy ended at 60.0% with the term in the objective and at 70.0% without: 10.0 points lower."
+    )
+    assert loss.startswith("The instance loss ended at ")
+    assert rank == (
+        "The effective rank ended at 28.0 with the term in the objective and at 28.0 without: no difference."
+    )
     reverse = [with_rows(pair[0], "train", consistency=0.6, top1=0.8), runs[1]]
     told = findings(reverse)
-    assert told[0].endswith("50% higher.")
-    assert told[1].endswith("10.0 points higher.")
+    assert told[1].endswith("50% higher.")
+    assert told[2].endswith("10.0 points higher.")
 
 
 def test_only_a_run_without_and_one_with_the_term_are_a_pair(pair, make_run) -> None:
@@ -136,17 +149,17 @@ def test_caveats_name_runs_that_are_unfinished_or_learned_nothing(make_run) -> N
 
 
 def test_levels_at_different_temperatures_are_not_compared(pair) -> None:
-    assert warning(pair, "consistency") == ""
+    assert warning(pair, CONSISTENCY) == ""
     assert any("consistency loss" in sentence for sentence in findings(pair))
     other = dataclasses.replace(pair[1], experiment=pair[1].experiment.edit(method={"tau_consistency": 0.07}))
     runs = [pair[0], other]
-    assert "differ in method.tau_consistency" in warning(runs, "consistency")
-    assert warning(runs, "top1") == ""
+    assert "differ in method.tau_consistency" in warning(runs, CONSISTENCY)
+    assert warning(runs, TOP1) == ""
     told = findings(runs)
     assert not any("consistency loss" in sentence for sentence in told)
-    assert any("picked out their own picture" in sentence for sentence in told)
-    title = ending(runs, "consistency", "L", [0.1, 0.4], ".3f")
-    assert title == "L ends at 0.100 with the consistency term and at 0.400 without"
+    assert any("instance accuracy ended" in sentence for sentence in told)
+    title = ending(runs, CONSISTENCY, [0.1, 0.4])
+    assert title == "Consistency loss ends at 0.100 with the consistency term and at 0.400 without"
 
 
 def test_without_labels_a_headline_compares_no_levels_that_mean_different_things(make_run) -> None:
@@ -158,26 +171,21 @@ def test_without_labels_a_headline_compares_no_levels_that_mean_different_things
 
 def test_how_often_queries_find_their_picture_is_compared_among_as_many_negatives_alone(pair) -> None:
     fewer = dataclasses.replace(pair[1], experiment=pair[1].experiment.edit(method={"queue": 30}))
-    assert not any("picked out their own picture" in sentence for sentence in findings([pair[0], fewer]))
+    assert any("instance accuracy" in sentence for sentence in findings(pair))
+    assert not any("instance accuracy" in sentence for sentence in findings([pair[0], fewer]))
 
 
 def test_chart_titles(pair) -> None:
-    assert (
-        ending(pair, "consistency", "L", [0.1, 0.4], ".3f")
-        == "L ends lower with the consistency term: 0.100 against 0.400"
-    )
-    assert (
-        ending(pair, "consistency", "L", [0.4, 0.1], ".3f")
-        == "L ends higher with the consistency term: 0.400 against 0.100"
-    )
-    assert (
-        ending(pair, "consistency", "L", [0.4, 0.40001], ".3f")
-        == "L ends at 0.400 with and without the consistency term"
-    )
-    assert ending(pair, "consistency", "L", [None, 0.4], ".1%") == "L ends at 40.0%"
-    assert ending(pair, "consistency", "L", [None, None], ".3f") == "L: not measured yet"
+    lower = "Consistency loss ends lower with the consistency term: 0.100 against 0.400"
+    assert ending(pair, CONSISTENCY, [0.1, 0.4]) == lower
+    higher = "Consistency loss ends higher with the consistency term: 0.400 against 0.100"
+    assert ending(pair, CONSISTENCY, [0.4, 0.1]) == higher
+    same = "Consistency loss ends at 0.400 with and without the consistency term"
+    assert ending(pair, CONSISTENCY, [0.4, 0.40001]) == same
+    assert ending(pair, TOP1, [None, 0.4]) == "Instance accuracy ends at 40.0%"
+    assert ending(pair, CONSISTENCY, [None, None]) == "Consistency loss: not measured yet"
     third = dataclasses.replace(pair[0], name="third")
-    assert ending([*pair, third], "consistency", "L", [3, 1, 2], ".0f") == "L ends between 1 and 3"
+    assert ending([*pair, third], CONSISTENCY, [3, 1, 2]) == "Consistency loss ends between 1.000 and 3.000"
 
 
 def test_untrained_network_is_taken_where_runs_agree(pair, make_run) -> None:

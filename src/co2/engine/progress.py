@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.text import Text
 
 from co2.machine.terminal import Lasting
-from co2.measures.metric import HEALTH, LOSS, Metric
+from co2.measures.metric import HEALTH, Metric, told
 
 # Of a number of steps how long the first so many take, in any unit: time left is shown by it.
 Work = Callable[[int], float]
@@ -152,10 +152,7 @@ class Quiet:
 
 def in_line(metrics: Sequence[Metric], values: Mapping[str, float]) -> str:
     """Those that have a symbol: L_ins 6.180  found 35.1%. The loss, where none of them has."""
-    shown = [metric for metric in metrics if metric.symbol and metric.name in values]
-    if not any(metric.symbol for metric in metrics) and "loss" in values:
-        shown = [LOSS]
-    return "  ".join(f"{metric.symbol} {metric.shown(values[metric.name])}" for metric in shown)
+    return "  ".join(f"{one.symbol} {one.shown(values[one.name])}" for one in told(metrics) if one.name in values)
 
 
 def epoch_line(number: int, epochs: int, values: Mapping[str, float], metrics: Sequence[Metric]) -> str:

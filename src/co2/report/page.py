@@ -75,7 +75,7 @@ def report_runs(folders: Sequence[str | Path], out: str | Path) -> Path:
     names = [run.name for run in runs]
     page = Page(
         title=f"Report on {names[0]}" if len(runs) == 1 else f"Report on {len(runs)} runs",
-        introduction="Pre-training by contrastive learning, as the run folders record it: " + ", ".join(names) + ".",
+        introduction="Pre-training, as the run folders record it: " + ", ".join(names) + ".",
         runs=tuple(runs),
         untrained=untrained_of(runs),
         next_steps=next_steps(runs[-1].folder),
@@ -150,7 +150,7 @@ def _opening(page: Page) -> Html:
     return Html.of(
         '<header>\n<p class="title">{}</p>\n<h1>{}</h1>\n<p class="introduction">{}</p>\n</header>\n'
         "<section>\n<h2>Outcome</h2>\n{}\n"
-        '<p class="note">Final losses and instance accuracy are means over the log lines of the last epoch.</p>\n'
+        '<p class="note">Final values are means over the log lines of the last epoch.</p>\n'
         "{}\n{}\n</section>",
         page.title,
         headline(page.runs, page.untrained),

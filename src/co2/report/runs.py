@@ -11,6 +11,7 @@ from typing import Any
 from co2.errors import UserError
 from co2.experiment import Experiment, read_experiment
 from co2.files import MissingFile
+from co2.measures.metric import HEALTH, Metric, told
 from co2.runs.rows import METRICS, Row, at_the_end, lines_of, row_of
 
 # The name that the engine gives this file. Not imported from there: a page should not have to wait for torch.
@@ -61,6 +62,10 @@ class RunRecord:
         """The measurement of the encoder before its first step, None if there is none."""
         epochs, values = self.curve("epoch", measure)
         return values[0] if values and epochs[0] == 0 else None
+
+    def ended(self, metric: Metric) -> float | None:
+        """Where the run stands, by what is measured of its training or of its network."""
+        return self.latest(metric.name) if metric in HEALTH else self.final(metric.name)
 
     @property
     def epochs_done(self) -> float:
@@ -125,3 +130,8 @@ def _whole_rows(folder: Path) -> list[Row]:
                 "others."
             ) from error
     return rows
+
+
+def measured(runs: Sequence[RunRecord]) -> tuple[Metric, ...]:
+    """What is told of the training of these runs, as their methods declare it."""
+    return told(metric for run in runs for metric in run.experiment.method.metrics)

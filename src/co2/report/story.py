@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from co2.experiment import flatten
-from co2.measures.metric import HEALTH
-from co2.report.runs import RunRecord
+from co2.measures.metric import EFFECTIVE_RANK, KNN, Metric
+from co2.report.runs import RunRecord, measured
 
 # Settings that say where a run was made and what it is called, not what it is.
 NAMES_AND_PLACES = ("recipe", "out", "resume", "device", "workers")
@@ -23,8 +23,9 @@ class Untrained:
 
 @dataclass(frozen=True)
 class Pair:
-    """A run without the consistency term and one with it."""
+    """A run without a term of the objective, the consistency term say, and one with it."""
 
+    term: Metric
     without: RunRecord
     with_term: RunRecord
 
@@ -32,7 +33,7 @@ class Pair:
 def untrained_of(runs: Sequence[RunRecord]) -> Untrained | None:
     """The untrained network, as far as runs measured it and agree about it."""
     agreed: dict[str, float | None] = {}
-    for measure in ("knn_top1", "effective_rank"):
+    for measure in (KNN.name, EFFECTIVE_RANK.name):
         found = {value for run in runs if (value := run.untrained(measure)) is not None}
         agreed[measure] = found.pop() if len(found) == 1 else None
     untrained = Untrained(**agreed)
@@ -40,13 +41,12 @@ def untrained_of(runs: Sequence[RunRecord]) -> Untrained | None:
 
 
 def pair_of(runs: Sequence[RunRecord]) -> Pair | None:
-    """The two runs as a comparison of without and with the consistency term, if that is what they are."""
-    if len(runs) != 2:
-        return None
-    without, with_term = sorted(runs, key=_alpha)
-    if _alpha(without) > 0 or _alpha(with_term) == 0:
-        return None
-    return Pair(without, with_term)
+    """The two runs as a comparison of without and with a term, if that is what they are."""
+    for term in measured(runs) if len(runs) == 2 else ():
+        weights = [float(flatten(run.experiment).get(term.weight, 0)) if term.weight else 0.0 for run in runs]
+        if min(weights) == 0 < max(weights):
+            return Pair(term, runs[weights.index(0)], runs[1 - weights.index(0)])
+    return None
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
@@ -56,83 +56,65 @@ def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
     return [name for name in names if any(name not in one or one[name] != flat[0].get(name) for one in flat)]
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
-
-
-def _level_depends_on(runs: Sequence[RunRecord], name: str) -> set[str]:
-    """Settings without which two values of a measure cannot be compared, as methods declare it."""
-    declared = [metric for run in runs for metric in (*run.experiment.method.metrics, *HEALTH) if metric.name == name]
-    return {setting for metric in declared for setting in metric.depends_on}
-
-
-def _alpha(run: RunRecord) -> float:
-    """The weight of the consistency term, 0 where a method has none."""
-    return float(flatten(run.experiment).get("method.alpha", 0.0))
-
-
 def headline(runs: Sequence[RunRecord], untrained: Untrained | None) -> str:
     """The outcome in a sentence."""
     if "data" in differing_settings(runs):
         return f"{len(runs)} runs side by side, on different data."
     pair = pair_of(runs)
-    accuracies = {run.name: run.latest("knn_top1") for run in runs}
+    accuracies = {run.name: run.ended(KNN) for run in runs}
     known = {name: accuracy for name, accuracy in accuracies.items() if accuracy is not None}
     start = untrained.knn_top1 if untrained is not None else None
-    origin = f" from {percent(start)} untrained" if start is not None else ""
-    if pair is not None and len(known) == 2:
-        before, after = known[pair.without.name], known[pair.with_term.name]
-        verb = f"went{origin}" if origin else "came"
-        return (
-            f"kNN accuracy {verb} to {percent(before)} with {pair.without.name} and to {percent(after)} with "
-            f"{pair.with_term.name}: {_points(before, after, 'with the consistency term')}."
-        )
-    if pair is not None and comparable(runs, "consistency"):
-        before_term, after_term = pair.without.final("consistency"), pair.with_term.final("consistency")
-        if before_term is not None and after_term is not None:
+    origin = f" from {KNN.shown(start)} untrained" if start is not None else ""
+    if pair is not None:
+        names = [pair.without.name, pair.with_term.name]
+        where = f"with the {pair.term.term}"
+        if len(known) == 2:
+            before, after = (known[name] for name in names)
+            verb = f"went{origin}" if origin else "came"
             return (
-                f"The consistency loss is at {after_term:.3f} with {pair.with_term.name} and at {before_term:.3f} with "
-                f"{pair.without.name}: {_relative(before_term, after_term, 'with the consistency term')}."
+                f"{KNN.title} {verb} to {KNN.shown(before)} with {names[0]} and to {KNN.shown(after)} with {names[1]}: "
+                f"{_change(KNN, before, after)} {where}."
+            )
+        ended = _ended(pair, pair.term)
+        if ended is not None:
+            shown = [pair.term.shown(value) for value in ended]
+            return (
+                f"The {pair.term.called} is at {shown[1]} with {names[1]} and at {shown[0]} with {names[0]}: "
+                f"{_change(pair.term, *ended)} {where}."
             )
     if len(runs) == 1:
         return _headline_of_one(runs[0], known.get(runs[0].name), origin)
     if len(known) > 1:
         best, worst = max(known, key=lambda name: known[name]), min(known, key=lambda name: known[name])
         return (
-            f"Of {len(known)} runs with labels, {best} has the highest kNN accuracy, {percent(known[best])}, and "
-            f"{worst} the lowest, {percent(known[worst])}."
+            f"Of {len(known)} runs with labels, {best} has the highest {KNN.called}, {KNN.shown(known[best])}, and "
+            f"{worst} the lowest, {KNN.shown(known[worst])}."
         )
     return f"{len(runs)} runs side by side."
 
 
 def findings(runs: Sequence[RunRecord]) -> list[str]:
-    """What the consistency term changed, a sentence each; nothing if the runs are no such comparison."""
+    """What a term changed, a sentence each; nothing if the runs are no such comparison."""
     pair = pair_of(runs)
     if pair is None:
         return []
     sentences = []
-    before, after = pair.without.final("consistency"), pair.with_term.final("consistency")
-    if before is not None and after is not None and comparable(runs, "consistency"):
-        sentences.append(
-            f"The consistency loss ended at {after:.3f} with the term in the objective and at {before:.3f} without: "
-            f"{_relative(before, after)}."
-        )
-    before, after = pair.without.final("top1"), pair.with_term.final("top1")
-    if before is not None and after is not None and comparable(runs, "top1"):
-        sentence = (
-            f"Queries picked out their own picture in {percent(after)} of cases with the term and in {percent(before)} "
-            f"without: {_points(before, after)}."
-        )
-        if after < before:
-            sentence += " The paper saw the same direction on ImageNet-100, from 97.57% to 95.26%."
-        sentences.append(sentence)
-    before, after = pair.without.latest("effective_rank"), pair.with_term.latest("effective_rank")
-    if before is not None and after is not None and comparable(runs, "effective_rank"):
-        sentences.append(
-            f"The embeddings use {after:.1f} directions effectively with the term and {before:.1f} without "
-            "(effective rank)."
-        )
+    for metric in (*measured(runs), EFFECTIVE_RANK):
+        ended = _ended(pair, metric)
+        if ended is not None:
+            before, after = (metric.shown(value) for value in ended)
+            sentences.append(
+                f"The {metric.called} ended at {after} with the term in the objective and at {before} without: "
+                f"{_change(metric, *ended)}."
+            )
     return sentences
+
+
+def _ended(pair: Pair, metric: Metric) -> tuple[float, float] | None:
+    """Where both ended, without the term and with it, if that can be compared."""
+    runs = (pair.without, pair.with_term)
+    before, after = (run.ended(metric) for run in runs)
+    return (before, after) if before is not None and after is not None and comparable(runs, metric) else None
 
 
 def caveats(runs: Sequence[RunRecord], untrained: Untrained | None) -> list[str]:
@@ -143,21 +125,23 @@ def caveats(runs: Sequence[RunRecord], untrained: Untrained | None) -> list[str]
             sentences.append(f"{run.name} has run {run.epochs_done:.3g} of its {run.experiment.epochs} epochs so far.")
     start = untrained.knn_top1 if untrained is not None else None
     for run in runs:
-        accuracy = run.latest("knn_top1")
+        accuracy = run.ended(KNN)
         if start is not None and accuracy is not None and accuracy <= start:
             sentences.append(
-                f"{run.name} is not above the untrained network in kNN accuracy: it has learned nothing "
+                f"{run.name} is not above the untrained network in {KNN.called}: it has learned nothing "
                 "that this measure sees."
             )
-    others = [name for name in differing_settings(runs) if name not in ("method.alpha", "method.ramp_up")]
-    if pair_of(runs) is not None and others:
+    pair = pair_of(runs)
+    of_the_term = () if pair is None else (pair.term.weight, "method.ramp_up", "method.start")
+    others = [name for name in differing_settings(runs) if name not in of_the_term]
+    if pair is not None and others:
         sentences.append(
-            f"The two runs also differ in {_listed(others)}, so not every difference is due to the consistency term."
+            f"The two runs also differ in {_listed(others)}, so not every difference is due to the {pair.term.term}."
         )
     if len(runs) > 1:
         seeds = sorted({run.experiment.seed for run in runs})
         which = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {_listed([str(seed) for seed in seeds])}"
-        single = "This is one run of each kind" if pair_of(runs) is not None else "Every number is from a single run"
+        single = "This is one run of each kind" if pair is not None else "Every number is from a single run"
         sentences.append(
             f"{single} ({which}). Differences of a few points may come from the seed alone: repeat "
             "with other seeds before drawing conclusions."
@@ -165,66 +149,53 @@ def caveats(runs: Sequence[RunRecord], untrained: Untrained | None) -> list[str]
     return sentences
 
 
-def comparable(runs: Sequence[RunRecord], name: str) -> bool:
-    """Whether the levels of a measure, by its name in metrics.jsonl, mean the same in all runs."""
-    return not _level_depends_on(runs, name) & set(differing_settings(runs))
+def comparable(runs: Sequence[RunRecord], metric: Metric) -> bool:
+    """Whether the levels of a metric mean the same in all runs."""
+    return not set(metric.depends_on) & set(differing_settings(runs))
 
 
-def warning(runs: Sequence[RunRecord], name: str) -> str:
+def warning(runs: Sequence[RunRecord], metric: Metric) -> str:
     """Says so where they do not."""
-    if comparable(runs, name):
-        return ""
-    differing = [setting for setting in differing_settings(runs) if setting in _level_depends_on(runs, name)]
-    return f" The runs differ in {_listed(differing)}, so their levels cannot be compared."
+    differing = [setting for setting in differing_settings(runs) if setting in metric.depends_on]
+    return f" The runs differ in {_listed(differing)}, so their levels cannot be compared." if differing else ""
 
 
-def ending(runs: Sequence[RunRecord], name: str, measure: str, values: Sequence[float | None], shown: str) -> str:
-    """A chart's title: what it says about where the runs ended. `shown` formats a value: '.3f' or '.1%'."""
+def ending(runs: Sequence[RunRecord], metric: Metric, values: Sequence[float | None]) -> str:
+    """A chart's title: what it says about where the runs ended."""
     known = {run.name: value for run, value in zip(runs, values, strict=True) if value is not None}
+    title = metric.title
     if not known:
-        return f"{measure}: not measured yet"
+        return f"{title}: not measured yet"
     if len(known) == 1:
-        return f"{measure} ends at {next(iter(known.values())):{shown}}"
+        return f"{title} ends at {metric.shown(next(iter(known.values())))}"
     pair = pair_of(runs)
     if pair is not None:
-        before, after = f"{known[pair.without.name]:{shown}}", f"{known[pair.with_term.name]:{shown}}"
+        before, after = metric.shown(known[pair.without.name]), metric.shown(known[pair.with_term.name])
         if before == after:
-            return f"{measure} ends at {after} with and without the consistency term"
-        if not comparable(runs, name):
-            return f"{measure} ends at {after} with the consistency term and at {before} without"
+            return f"{title} ends at {after} with and without the {pair.term.term}"
+        if not comparable(runs, metric):
+            return f"{title} ends at {after} with the {pair.term.term} and at {before} without"
         direction = "lower" if known[pair.with_term.name] < known[pair.without.name] else "higher"
-        return f"{measure} ends {direction} with the consistency term: {after} against {before}"
-    low, high = min(known.values()), max(known.values())
-    return f"{measure} ends between {low:{shown}} and {high:{shown}}"
+        return f"{title} ends {direction} with the {pair.term.term}: {after} against {before}"
+    return f"{title} ends between {metric.shown(min(known.values()))} and {metric.shown(max(known.values()))}"
 
 
 def _headline_of_one(run: RunRecord, accuracy: float | None, origin: str) -> str:
     if accuracy is not None:
-        return (
-            f"{run.name}: kNN accuracy went{origin} to {percent(accuracy)}."
-            if origin
-            else (f"{run.name}: kNN accuracy is {percent(accuracy)}.")
-        )
-    top1, rank = run.final("top1"), run.latest("effective_rank")
-    parts = [] if top1 is None else [f"queries pick out their own picture in {percent(top1)} of cases"]
-    parts += [] if rank is None else [f"the effective rank of the embeddings is {rank:.1f}"]
-    return f"{run.name}: " + "; ".join(parts or [f"epoch {run.epochs_done:.3g}"]) + "."
+        return f"{run.name}: {KNN.called} {f'went{origin} to' if origin else 'is'} {KNN.shown(accuracy)}."
+    values = {metric: run.ended(metric) for metric in (*measured([run]), EFFECTIVE_RANK)}
+    parts = [f"{metric.called} {metric.shown(value)}" for metric, value in values.items() if value is not None]
+    return f"{run.name}: " + ", ".join(parts or [f"epoch {run.epochs_done:.3g}"]) + "."
 
 
-def _points(before: float, after: float, where: str = "") -> str:
-    change = round(100 * after, 1) - round(100 * before, 1)
-    where = f" {where}" if where else ""
-    if abs(change) < 0.05:
-        return f"no difference{where}"
-    return f"{abs(change):.1f} points {'higher' if change > 0 else 'lower'}{where}"
-
-
-def _relative(before: float, after: float, where: str = "") -> str:
-    where = f" {where}" if where else ""
-    if f"{before:.3f}" == f"{after:.3f}":
-        return f"no difference{where}"
-    amount = f"{abs(after / before - 1):.0%} " if before > 0 else ""
-    return f"{amount}{'higher' if after > before else 'lower'}{where}"
+def _change(metric: Metric, before: float, after: float) -> str:
+    """In points of a share, else in percent of what it was, and none where both are shown as the same."""
+    if metric.shown(before) == metric.shown(after):
+        return "no difference"
+    direction = "higher" if after > before else "lower"
+    if metric.unit == "%":
+        return f"{abs(round(100 * after, 1) - round(100 * before, 1)):.1f} points {direction}"
+    return f"{abs(after / before - 1):.0%} {direction}" if before > 0 else direction
 
 
 def _listed(names: Sequence[str]) -> str:

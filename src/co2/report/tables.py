@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from co2.experiment import flatten
+from co2.measures.metric import EFFECTIVE_RANK, HEALTH, KNN, Metric
 from co2.measures.numbers import duration
 from co2.report.curves import swatch_html
 from co2.report.markup import Html
-from co2.report.runs import RunRecord
-from co2.report.story import Untrained, differing_settings, percent
+from co2.report.runs import RunRecord, measured
+from co2.report.story import Untrained, differing_settings
 
 
 @dataclass(frozen=True)
@@ -18,63 +19,42 @@ class Outcome:
     """A row of the table: a network and where it ended. None where a number does not exist."""
 
     network: str
-    knn_top1: float | None = None
-    instance: float | None = None
-    consistency: float | None = None
-    top1: float | None = None
-    effective_rank: float | None = None
+    values: Mapping[Metric, float | None]
+    """All columns but the time, in order."""
     seconds: float | None = None
     series: int | None = None
     """The run's place on the page, which decides its colour."""
 
 
-@dataclass(frozen=True)
-class _Column:
-    heading: str
-    value: Callable[[Outcome], float | None]
-    shown: Callable[[float], str]
-
-
-_COLUMNS = (
-    _Column("kNN accuracy", lambda outcome: outcome.knn_top1, percent),
-    _Column("final instance loss", lambda outcome: outcome.instance, lambda value: f"{value:.3f}"),
-    _Column("final consistency loss", lambda outcome: outcome.consistency, lambda value: f"{value:.3f}"),
-    _Column("instance accuracy", lambda outcome: outcome.top1, percent),
-    _Column("effective rank", lambda outcome: outcome.effective_rank, lambda value: f"{value:.1f}"),
-    _Column("time", lambda outcome: outcome.seconds, duration),
-)
+_Shown = tuple[Callable[[float], str], float | None]
 
 
 def outcomes(runs: Sequence[RunRecord], untrained: Untrained | None) -> list[Outcome]:
     """The rows of the table: the untrained network, where it was measured, and every run."""
+    columns = (KNN, *measured(runs), EFFECTIVE_RANK)
     rows = []
     if untrained is not None:
-        rows.append(Outcome("untrained", untrained.knn_top1, effective_rank=untrained.effective_rank))
+        known = {KNN: untrained.knn_top1, EFFECTIVE_RANK: untrained.effective_rank}
+        rows.append(Outcome("untrained", {metric: known.get(metric) for metric in columns}))
     for series, run in enumerate(runs):
-        rows.append(
-            Outcome(
-                network=run.name,
-                knn_top1=run.latest("knn_top1"),
-                instance=run.final("instance"),
-                consistency=run.final("consistency"),
-                top1=run.final("top1"),
-                effective_rank=run.latest("effective_rank"),
-                seconds=run.seconds,
-                series=series,
-            )
-        )
+        rows.append(Outcome(run.name, {metric: run.ended(metric) for metric in columns}, run.seconds, series))
     return rows
 
 
 def outcome_table(rows: Sequence[Outcome]) -> Html:
     """The table as HTML, without the columns that nobody has a number for."""
-    columns = [column for column in _COLUMNS if any(column.value(row) is not None for row in rows)]
+    columns = [metric for metric in rows[0].values if any(row.values[metric] is not None for row in rows)]
+    headings = [metric.called if metric in HEALTH else f"final {metric.called}" for metric in columns]
+    timed = any(row.seconds is not None for row in rows)
+    headings += ["time"] if timed else []
     body = []
     for row in rows:
         swatch = "" if row.series is None else Html.joined([swatch_html(row.series), " "])
-        cells = Html.joined(_cell(column, row) for column in columns)
+        values: list[_Shown] = [(metric.shown, row.values[metric]) for metric in columns]
+        values += [(duration, row.seconds)] if timed else []
+        cells = Html.joined(_cell(heading, value) for heading, value in zip(headings, values, strict=True))
         body.append(Html.of('<tr><th scope="row">{}{}</th>{}</tr>', swatch, row.network, cells))
-    return _table("outcome", "network", [column.heading for column in columns], body)
+    return _table("outcome", "network", headings, body)
 
 
 def settings_table(runs: Sequence[RunRecord]) -> Html:
@@ -97,11 +77,11 @@ def _table(kind: str, first: str, headings: Sequence[str], body: Sequence[Html])
     return Html.of(table, kind, head, Html.joined(body, "\n"))
 
 
-def _cell(column: _Column, row: Outcome) -> Html:
-    value = column.value(row)
+def _cell(heading: str, shown_value: _Shown) -> Html:
+    shown, value = shown_value
     if value is None:
-        return Html.of('<td class="missing" data-label="{heading}">–</td>', heading=column.heading)
-    return Html.of('<td data-label="{heading}">{value}</td>', heading=column.heading, value=column.shown(value))
+        return Html.of('<td class="missing" data-label="{heading}">–</td>', heading=heading)
+    return Html.of('<td data-label="{heading}">{value}</td>', heading=heading, value=shown(value))
 
 
 def _setting(value: object) -> str:

@@ -17,7 +17,7 @@ from co2.measures.numbers import spread
 from co2.study.curves import band
 from co2.study.grids import Variant, method_settings
 from co2.study.settings import changed
-from co2.study.tables import INSTANCE_ACCURACY, KNN, KNN_EMBEDDING, LINEAR, Measure, Results, measures_of
+from co2.study.tables import KNN, KNN_EMBEDDING, LINEAR, Measure, Results, axis_of, measures_of
 
 # The colours of the report's light page, in its order.
 COLOURS = ("#b8560b", "#1f5fc4", "#0b7a5e", "#a0327d", "#7a6100", "#5b4bb3")
@@ -186,19 +186,20 @@ def _baseline_line(axes: Axes, results: Results, measure: Measure, baseline: str
 
 
 def _curves(results: Results) -> Figure | None:
-    panels = (("instance", "L_ins", 1.0), ("consistency", "L_con", 1.0), ("top1", INSTANCE_ACCURACY.heading, 100.0))
+    panels = results.metrics
     shown = [
         variant
         for variant in results.variants
-        if any(record.curve("instance")[0] for record in results.records[variant.name].values())
+        if any(record.curve(one.name)[0] for record in results.records[variant.name].values() for one in panels)
     ]
     if not shown:
         return None
-    figure = Figure(figsize=(11.0, 3.4), layout="constrained")
-    for axes, (name, heading, factor) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+    figure = Figure(figsize=(11.0 * len(panels) / 3, 3.4), layout="constrained")
+    for axes, metric in zip(figure.subplots(1, len(panels), squeeze=False).ravel(), panels, strict=True):
         _furnish(axes)
+        factor = 100.0 if metric.unit == "%" else 1.0
         for variant in shown:
-            found = band(list(results.records[variant.name].values()), name)
+            found = band(list(results.records[variant.name].values()), metric.name)
             if found is None:
                 continue
             colour = COLOURS[list(results.variants).index(variant) % len(COLOURS)]
@@ -208,9 +209,9 @@ def _curves(results: Results) -> Figure | None:
             label = f"{variant.label}, {count} seed{'s' if count > 1 else ''}"
             axes.plot(found.epochs, mean, color=colour, linewidth=2, label=label)
         axes.set_xlabel("epoch")
-        axes.set_ylabel(heading)
+        axes.set_ylabel(axis_of(metric))
         axes.set_xlim(left=0)
-        if name == "consistency":
+        if metric.from_zero:
             axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     # Above the panels: the name of a variant may be longer than a panel is wide.

@@ -33,6 +33,8 @@ SIBLINGS = {
     "co2-v1": ("co2-simclr", "co2-insdisc"),
     "co2-v2": ("co2-simclr", "co2-insdisc"),
 }
+SYMBOLS = {"method.alpha": "α", "method.tau_consistency": "τ_con"}
+"""What papers call these settings."""
 # What `name_of` says of an experiment.
 _NAMED = (
     "method.alpha",

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from co2.errors import UserError
 from co2.experiment import Experiment, differences
 from co2.files import MissingFile, read_json, write_atomically
+from co2.measures.metric import HEALTH
 from co2.runs.rows import at_the_end
 from co2.schema import Amount, Count, Line, read_as, shown
 from co2.study.judges import Judge
@@ -64,6 +65,9 @@ def read_record(path: Path) -> CellRecord | None:
     """The record in a file, or None if there is no such file."""
     try:
         content = read_as(_RECORD, read_json(path), "The record")
+        metrics = (*content["settings"].method.metrics, *HEALTH)
+        shares = {f"{metric.name}?": _SHARES for metric in metrics if metric.unit == "%"}
+        read_as({"curves": {"train": shares, "epoch": shares}}, content, "The record")
     except MissingFile:
         return None
     except UserError as error:
@@ -74,13 +78,12 @@ def read_record(path: Path) -> CellRecord | None:
 
 
 _SHARES = list[Annotated[float, "from 0 to 1"] | None]
-_SHARED = ("waiting", "top1", "top5", "knn_top1", "knn_top5", "knn_embedding_top1")
 _CURVES: dict[Any, Any] = {
     "step?": list[Count | None],
     "epoch?": list[Amount],
     "seconds?": list[Amount | None],
     "images_per_second?": list[Amount | None],
-    **{f"{name}?": _SHARES for name in _SHARED},
+    "waiting?": _SHARES,
     Line: list[float | None],
 }
 NUMBERS = {"train?": Count, "bank?": Count, "test": Count, "classes?": Count}

@@ -6,16 +6,18 @@ import csv
 import io
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from scipy import stats  # type: ignore[import-untyped]
 
-from co2.experiment import Experiment
+from co2.experiment import Experiment, flatten
+from co2.measures.metric import Metric, told
 from co2.measures.numbers import Spread, spread
 from co2.report.markup import Markdown, csv_cells
+from co2.schema import shown
 from co2.study.curves import band, most_parts
-from co2.study.grids import Variant, method_settings
+from co2.study.grids import SYMBOLS, Variant
 from co2.study.judges import BESIDES, LINEAR_PAPER, SEMI_SUPERVISED
 from co2.study.published import ELSEWHERE, Published, published_for
 from co2.study.records import CellRecord
@@ -40,27 +42,16 @@ KNN = Measure("knn.top1", "kNN top-1 (%)")
 KNN_EMBEDDING = Measure("epoch.knn_embedding_top1", "kNN top-1 of embeddings (%)", factor=100)
 LINEAR = Measure("linear.top1", "linear top-1 (%)")
 LINEAR_BY_SGD = Measure(f"{LINEAR_PAPER}.top1", "linear top-1, the paper's SGD (%)")
-LOSS_CONSISTENCY = Measure("train.consistency", "L_con at the end", compared=False, decimals=3)
-INSTANCE_ACCURACY = Measure("train.top1", "instance accuracy (%)", compared=False, factor=100)
 _MOST_SHARES = 10  # of the labels, each a column and a panel
-BEFORE, AFTER = (KNN, KNN_EMBEDDING, LINEAR), (LOSS_CONSISTENCY, INSTANCE_ACCURACY)
-"""What most tables show; what cells are judged by besides stands between the two."""
-MEASURES: dict[str, tuple[Measure, ...]] = {
-    "curves": (
-        Measure("train.instance", "L_ins at the end", decimals=3),
-        replace(LOSS_CONSISTENCY, compared=True),
-        replace(INSTANCE_ACCURACY, compared=True),
-        LINEAR,
-    ),
-    "transfer": (
-        Measure("svm.mAP_11point", "svm mAP, 11 points"),
-        Measure("svm.mAP_area", "svm mAP, area"),
-        Measure("detection.AP50", "detection AP50"),
-        Measure("detection.AP", "detection AP"),
-        Measure("detection.AP75", "detection AP75"),
-        Measure("segmentation.mIoU", "segmentation mIoU"),
-    ),
-}
+TRANSFER = (
+    Measure("svm.mAP_11point", "svm mAP, 11 points"),
+    Measure("svm.mAP_area", "svm mAP, area"),
+    Measure("detection.AP50", "detection AP50"),
+    Measure("detection.AP", "detection AP"),
+    Measure("detection.AP75", "detection AP75"),
+    Measure("segmentation.mIoU", "segmentation mIoU"),
+)
+_TRAIN = "train."  # before the names of metrics of training, in those that `CellRecord.number` takes
 
 
 @dataclass(frozen=True)
@@ -82,6 +73,12 @@ class Results:
         return [record for by_seed in self.records.values() for record in by_seed.values()]
 
     @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What is told of the training, as the methods of all that is there declare it."""
+        trained = (self.base, *(record.experiment for record in self.found))
+        return told(metric for experiment in trained for metric in experiment.method.metrics)
+
+    @property
     def shown(self) -> list[Variant]:
         """The variants that stand in a table: those with a record, or all while there is none. The others are in the
         list of what is missing, and a grid of which a part is worked on has many."""
@@ -96,15 +93,29 @@ class Results:
 def measures_of(results: Results) -> list[Measure]:
     """What the table of a study shows: what it always does, and what its cells have been judged by besides."""
     if results.study == "transfer":
-        return list(MEASURES["transfer"])
+        return list(TRANSFER)
     besides = [
         LINEAR_BY_SGD if judge == LINEAR_PAPER else _after_fine_tuning(number)
         for judge in BESIDES
         for number in _numbers_by(judge, results)
     ]
-    if results.study in MEASURES:
-        return [*MEASURES[results.study], *besides]
-    return [*BEFORE, *besides, *AFTER]
+    if results.study == "curves":
+        return [*(at_the_end(metric, compared=True) for metric in results.metrics), LINEAR, *besides]
+    summarised = [at_the_end(metric) for metric in results.metrics if metric.summarised]
+    return [KNN, KNN_EMBEDDING, LINEAR, *besides, *summarised]
+
+
+def axis_of(metric: Metric) -> str:
+    """What stands beside the axis of a metric of training."""
+    return f"{metric.called} (%)" if metric.unit == "%" else metric.symbol
+
+
+def at_the_end(metric: Metric, compared: bool = False) -> Measure:
+    """Where a metric of training ended, as a number of records."""
+    name, heading = f"{_TRAIN}{metric.name}", axis_of(metric)
+    if metric.unit == "%":
+        return Measure(name, heading, compared, factor=100)
+    return Measure(name, f"{heading} at the end", compared, decimals=metric.digits)
 
 
 def _numbers_by(judge: str, results: Results) -> list[str]:
@@ -186,7 +197,7 @@ def markdown_text(results: Results) -> Markdown:
     parts = [_judged_on(results), _main_table(results)]
     if results.study == "curves":
         parts.append(_throughout(results))
-    parts += [_about_the_temperatures(results), _about_the_test(results)]
+    parts += [_about_the_levels(results), _about_the_test(results)]
     parts += [_published_table(results), _missing_list(results)]
     return Markdown.paragraphs(parts)
 
@@ -219,7 +230,7 @@ def _main_table(results: Results) -> Markdown:
             if found:
                 means[variant.name] = found.mean
         best = max(means, key=means.__getitem__) if len(means) > 1 else None
-        if best is not None and measure.compared and not measure.name.startswith("train."):
+        if best is not None and measure.compared and not measure.name.startswith(_TRAIN):
             lines[best][-1] = Markdown.of("**{number}**", number=lines[best][-1])
     for measure in measures:
         if not measure.compared:
@@ -266,41 +277,42 @@ def _about_the_test(results: Results) -> str:
     )
 
 
-def _about_the_temperatures(results: Results) -> str:
+def _about_the_levels(results: Results) -> str:
     """A divergence between sharper distributions is a larger number: rows at several tau_con are not on one scale."""
-    if LOSS_CONSISTENCY not in measures_of(results):
-        return ""
     measured = [variant for variant in results.variants if results.records[variant.name]]
-    taus = {
-        variant.name: method_settings(changed(results.base, variant.changes)).get("tau_consistency")
-        for variant in measured
-    }
-    if len(set(taus.values())) < 2:
-        return ""
+    settings = {variant.name: flatten(changed(results.base, variant.changes)) for variant in measured}
     baselines = [variant for variant in measured if variant.name in {other.baseline for other in measured}]
-    theirs = " and ".join(f"{taus[variant.name]:g} for {variant.label}" for variant in baselines)
-    return (
-        f"L_con is measured at each row's own τ_con{f' ({theirs})' if theirs else ''}. It can be compared between rows "
-        "that have the same, and not with others."
-    )
+    sentences = []
+    for metric in results.metrics:
+        for name in metric.depends_on if at_the_end(metric) in measures_of(results) else ():
+            if len({one.get(name) for one in settings.values()}) < 2:
+                continue
+            theirs = " and ".join(f"{shown(settings[one.name].get(name))} for {one.label}" for one in baselines)
+            sentences.append(
+                f"{metric.symbol} is measured at each row's own {SYMBOLS.get(name, name)}"
+                f"{f' ({theirs})' if theirs else ''}. It can be compared between rows that have the same, and not with "
+                "others."
+            )
+    return " ".join(sentences)
 
 
 def _throughout(results: Results) -> str:
-    """How much of the training the consistency loss stays below the baseline's."""
+    """How much of the training a term of the loss stays below the baseline's."""
     lines = []
-    for variant in results.variants:
-        if not variant.baseline:
-            continue
-        both = [list(results.records[name].values()) for name in (variant.name, variant.baseline)]
-        parts = most_parts([*both[0], *both[1]], "consistency")
-        ours, theirs = (band(records, "consistency", parts) for records in both)
-        if ours is None or theirs is None:
-            continue
-        below = int((ours.mean < theirs.mean).sum())
-        lines.append(
-            f"Over the course of training, the mean L_con of {variant.label} is below the baseline's in "
-            f"{below} of {len(ours.mean)} equal parts."
-        )
+    for term in (metric for metric in results.metrics if metric.weight):
+        for variant in results.variants:
+            if not variant.baseline:
+                continue
+            both = [list(results.records[name].values()) for name in (variant.name, variant.baseline)]
+            parts = most_parts([*both[0], *both[1]], term.name)
+            ours, theirs = (band(records, term.name, parts) for records in both)
+            if ours is None or theirs is None:
+                continue
+            below = int((ours.mean < theirs.mean).sum())
+            lines.append(
+                f"Over the course of training, the mean {term.symbol} of {variant.label} is below the baseline's in "
+                f"{below} of {len(ours.mean)} equal parts."
+            )
     return " ".join(lines)
 
 
