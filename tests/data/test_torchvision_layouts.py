@@ -64,6 +64,14 @@ def test_cifar10_pickled_in_every_protocol(tmp_path: Path, protocol: int) -> Non
     assert "20 images of 32 pixels, 10 classes; 3 held out" in open_data(str(tmp_path)).description
 
 
+@pytest.mark.parametrize("protocol", range(6))
+def test_arrays_are_read_in_the_order_that_they_were_pickled_in(tmp_path: Path, protocol: int) -> None:
+    folder = make_cifar10(tmp_path, protocol)
+    columns_first, swapped = np.asfortranarray(random_pixels(6, 3)), np.array([9, 8, 7], dtype=">i4")
+    dump(folder / "test_batch", {"data": columns_first, "labels": swapped}, protocol)
+    check_cifar10(open_data(str(folder)))
+
+
 def test_cifar10_as_python_2_pickled_it(tmp_path: Path) -> None:
     """The published files: text and array data both as byte strings of Python 2."""
     folder = make_cifar10(tmp_path)

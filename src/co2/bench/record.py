@@ -68,16 +68,13 @@ def device_name(device: torch.device) -> str:
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """Prints rows of a table; with rich where it is installed. Quantiles, low_ms and high_ms, stand beside a median."""
+    """Prints rows of a table. Quantiles, low_ms and high_ms, stand beside a median."""
     names = dict.fromkeys(key for row in rows for key in row)
     columns = [name for name in names if not name.endswith(("low_ms", "high_ms"))]
     cells = [[_cell(row, column) for column in columns] for row in rows]
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(f"\n{title}\n" + "\n".join("  ".join(line) for line in [columns, *cells]), flush=True)
-        return
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(*columns, title=title, title_justify="left")
     for line in cells:
         table.add_row(*line)

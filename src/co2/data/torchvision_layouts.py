@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import pickletools
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,7 +94,7 @@ def _entries(path: str, *keys: str) -> list[Any]:
         _check_steps(data)
         contents = _ArraysOnly(io.BytesIO(data), encoding="latin1").load()
         entries = [contents[key] for key in keys]
-        return [entry.array() if isinstance(entry, _Array) else list(entry) for entry in entries]
+        return [entry.array() if isinstance(entry, _Part) else list(entry) for entry in entries]
     except _Refused as refusal:
         raise UserError(
             f"'{path}' asks for '{printable(str(refusal))}', which no CIFAR file needs and which could run a program. "
@@ -117,68 +118,51 @@ class _Refused(Exception):  # noqa: N818
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Reads containers, text, numbers and NumPy arrays of numbers. Not even NumPy's own code is called on the way:
-    the few names that an array's pickle mentions are bound to the stand-ins below, and all others are refused."""
+    """Reads containers, text, numbers and the parts of NumPy arrays. Nothing is called on the way, not even NumPy: the
+    few names that an array's pickle mentions stand for a `_Part`, and all others are refused."""
 
     def __init__(self, file: io.BytesIO, encoding: str) -> None:
         super().__init__(file, encoding=encoding)
         self.encoded: dict[str, bytes] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("_codecs", "encode"):
-            return self._encode
-        stand_in = _STAND_INS.get((module.replace("numpy._core", "numpy.core"), name))
-        if stand_in is None:
+        if (module, name) == ("_codecs", "encode"):  # how pickles for Python 2 spell bytes
+            # The same text gives the same object, however often it is asked for.
+            return lambda text, _: self.encoded.setdefault(text, text.encode("latin1"))
+        if f"{module.replace('numpy._core', 'numpy.core')}.{name}" not in _NAMES_OF_ARRAYS:
             raise _Refused(f"{module}.{name}")
-        return stand_in
-
-    def _encode(self, text: str, _: str) -> bytes:
-        """How pickles for Python 2 spell bytes. The same text gives the same object, however often it is asked for."""
-        return self.encoded.setdefault(text, text.encode("latin1"))
+        return _Part
 
 
-class _Type:
-    """Stands in for numpy.dtype."""
-
-    def __init__(self, code: object, *_: object) -> None:
-        if not isinstance(code, str):
-            raise ValueError("an array of an unknown type")
-        self.dtype = np.dtype(code)
-        if self.dtype.kind not in "uif":
-            raise ValueError(f"an array of type {code}")
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        if state[1] in ("<", ">"):
-            self.dtype = self.dtype.newbyteorder(state[1])
+_NAMES_OF_ARRAYS = (
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.numeric._frombuffer",
+)
 
 
-class _Array:
-    """Stands in for numpy.ndarray: takes the parts and puts them together once they are all there."""
+class _Part:
+    """Stands in for an array or for its type: keeps what it would be made of."""
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+        self.state: tuple[Any, ...] = ()
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, self.shape, self.type, self.columns_first, self.data = state
+        self.state = state
 
     def array(self) -> np.ndarray:
-        data = self.data.encode("latin1") if isinstance(self.data, str) else self.data  # text: written by Python 2
-        return np.frombuffer(data, self.type.dtype).reshape(self.shape, order="F" if self.columns_first else "C")
-
-
-def _begin_array(*_: object) -> _Array:
-    return _Array()
-
-
-def _whole_array(data: Any, kind: _Type, shape: tuple[int, ...], order: str = "C") -> _Array:
-    array = _Array()
-    array.__setstate__((1, shape, kind, order == "F", data))
-    return array
-
-
-_STAND_INS: dict[tuple[str, str], Any] = {
-    ("numpy", "ndarray"): _Array,
-    ("numpy", "dtype"): _Type,
-    ("numpy.core.multiarray", "_reconstruct"): _begin_array,
-    ("numpy.core.numeric", "_frombuffer"): _whole_array,
-}
+        """The array of numbers that this was to become."""
+        if self.state:
+            _, shape, kind, order, data = self.state
+        else:  # of pickles since Python 3.8
+            data, kind, shape, order = self.given
+        if not re.fullmatch("[uif][1248]", kind.given[0]):
+            raise ValueError(f"an array of type {kind.given[0]}")
+        dtype = np.dtype(kind.given[0]).newbyteorder(kind.state[1] if kind.state else "=")
+        data = data.encode("latin1") if isinstance(data, str) else data  # text: written by Python 2
+        return np.frombuffer(data, dtype).reshape(shape, order="F" if order in (True, "F") else "C")
 
 
 class StlSource(ImageSource):

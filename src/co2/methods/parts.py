@@ -45,11 +45,6 @@ def half_cosine(start: float, end: float) -> Schedule:
     return lambda done: end - (end - start) * (math.cos(math.pi * done) + 1) / 2
 
 
-def ramp(value: float, over: float) -> Schedule:
-    """Up to `value` over this share of the run, from 0.7% of it (Laine and Aila 2017, appendix A)."""
-    return lambda done: value if done >= over else value * math.exp(-5 * (1 - done / over) ** 2)
-
-
 # Draws.
 
 
