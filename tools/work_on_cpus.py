@@ -83,7 +83,7 @@ def measure(what: str, way: str) -> float:
 
 def _step(backbone: str, batch_size: int, precision: str) -> tuple[Callable[[], object], int]:
     recipe = recipes.co2_small()
-    experiment = recipe.edit(batch_size=batch_size, encoder={"backbone": backbone}, execution={"precision": precision})
+    experiment = recipe.edit(batch_size=batch_size, network={"backbone": backbone}, execution={"precision": precision})
     trainer = Trainer(experiment, 50_000, 1_000, CPU)
     batch = noise_batches(experiment, CPU)[0]
     return lambda: trainer.train_step(batch), batch_size

@@ -290,7 +290,8 @@ class Method(ABC):
         return {}
 
     def remedies(self, trouble: Trouble) -> tuple[str, ...]:
-        """What of its own settings helps: ends of the sentence `What helps is ...`."""
+        """What of its own settings helps: ends of the sentence `What helps is ...`; with memory, a setting and what it
+        frees."""
         return ()
 
 

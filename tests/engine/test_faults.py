@@ -617,12 +617,12 @@ def test_running_out_of_gpu_memory_says_which_knob_frees_how_much(tiny, tmp_path
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
     monkeypatch.setattr(trainer.Trainer, "train_step", too_large)
-    with pytest.raises(co2.UserError, match=r"(?s)--batch-size 8 frees about .* GiB.*--negatives\.size 25 frees"):
+    with pytest.raises(co2.UserError, match=r"(?s)--batch-size 8 frees about .* GiB.*--method\.queue 25 frees"):
         pretrain(tiny(), out=tmp_path / "run")
 
 
 def test_really_running_out_of_memory_without_a_gpu(tiny, tmp_path):
-    with pytest.raises(RunError, match=r"The machine's memory ran out.*--negatives\.size"):
+    with pytest.raises(RunError, match=r"The machine's memory ran out.*--method\.queue"):
         pretrain(tiny(method={"queue": 10**14}), out=tmp_path / "run")
 
 
@@ -630,8 +630,8 @@ def test_really_running_out_of_memory_without_a_gpu(tiny, tmp_path):
 def test_really_running_out_of_gpu_memory(tiny, tmp_path):
     torch.cuda.set_per_process_memory_fraction(0.002)
     try:
-        wide = {"backbone": "torchvision/resnet50", "stem": "small-stride-1", "head": "mlp"}
-        huge = tiny(device="cuda", encoder=wide, size=64, data="shapes:64:64", batch_size=64)
+        wide = {"backbone": "torchvision/resnet50", "stem": "small-stride-1"}
+        huge = tiny(device="cuda", network=wide, size=64, data="shapes:64:64", batch_size=64, method={"head": "mlp"})
         with pytest.raises(co2.UserError, match="--batch-size 32 frees about"):
             pretrain(huge, out=tmp_path / "run")
     finally:

@@ -663,9 +663,10 @@ def _explained(run: Path) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not ran_out_of_memory(error):
             raise
+        method = "".join(f", {words}" for words in read_experiment(run / CONFIG).method.remedies("memory"))
         raise RunError(
-            "The machine's memory ran out. A smaller --batch-size or --size takes less of it, as does a smaller method "
-            "(its queue, its dimension); each makes another run: start it with another --out."
+            f"The machine's memory ran out. A smaller --batch-size or --size takes less of it{method}. Each makes "
+            "another run: start it with another --out."
         ) from error
     except OSError as error:
         gone = error.errno == errno.ENOENT and not os.path.exists(run / CONFIG)  # or it is another file that is missing
@@ -691,7 +692,7 @@ def memory_advice(run: Path) -> str:
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     half = experiment.batch_size // 2
     smaller = max(32, experiment.size * 3 // 4)
-    others = "".join(f"  {words} takes less, too\n" for words in experiment.method.remedies("memory"))
+    others = "".join(f"  {words}\n" for words in experiment.method.remedies("memory"))
     return (
         f"The GPU's memory ({total / 2**30:.0f} GiB) ran out; the run had reached {peak / 2**30:.1f} GiB. What helps:\n"
         f"  --batch-size {half} frees about {peak / 2 / 2**30:.1f} GiB (the learning rate follows)\n"

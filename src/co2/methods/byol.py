@@ -87,7 +87,10 @@ class BYOL(Method):
         nets["target"].follow(nets["encoder"], step.at("momentum"))
 
     def remedies(self, trouble: Trouble) -> tuple[str, ...]:
-        own = {"collapsed": ("a higher --method.momentum",), "memory": (f"--method.hidden {max(1, self.hidden // 2)}",)}
+        own = {
+            "collapsed": ("a higher --method.momentum",),
+            "memory": (f"--method.hidden {max(1, self.hidden // 2)} takes less",),
+        }
         return own.get(trouble, ())
 
 

@@ -138,7 +138,9 @@ class MoCo(Contrastive):
         )
 
     def remedies(self, trouble: Trouble) -> tuple[str, ...]:
-        own = {"collapsed": ("a higher --method.momentum",), "memory": (f"--method.queue {max(1, self.queue // 2)}",)}
+        shorter, freed = max(1, self.queue // 2), self.queue * self.dimension * 4 / 2 / 2**30  # float32
+        queue = f"--method.queue {shorter} frees about {freed:.2f} GiB"
+        own = {"collapsed": ("a higher --method.momentum",), "memory": (queue,)}
         return (*super().remedies(trouble), *own.get(trouble, ()))
 
 
