@@ -41,6 +41,7 @@ SMALL = {
     ),
     "byol": ("byol-small", {"dimension": 8, "hidden": 16, "momentum": 0.9}),
     "simsiam": ("simsiam-small", {"dimension": 8, "bottleneck": 4}),
+    "barlowtwins": ("barlow-twins-small", {"dimension": 8}),
 }
 # Settings that say how the work is done, and not what comes out.
 CIRCUMSTANCES = {"backend"}
