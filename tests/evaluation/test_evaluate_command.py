@@ -264,7 +264,7 @@ def test_knn_of_embeddings_is_what_the_run_itself_measured(tiny, tmp_path, capsy
     (path,) = (run / "evaluation").glob("knn-*.json")
     record = json.loads(path.read_text())
     assert record["numbers"]["top1"] == pytest.approx(100 * last["knn_embedding_top1"])
-    assert record["architecture"]["embeddings"] == json.loads((run / "config.json").read_text())["encoder"]["dimension"]
+    assert record["architecture"]["embeddings"] == json.loads((run / "config.json").read_text())["method"]["dimension"]
     assert main(words) == 0  # of features, which have a record of their own
     (other,) = set((run / "evaluation").glob("knn-*.json")) - {path}
     assert json.loads(other.read_text())["numbers"]["top1"] == pytest.approx(100 * last["knn_top1"])
@@ -597,7 +597,8 @@ def test_data_that_a_run_names_but_that_are_not_here(pretrained_run, tmp_path, c
     assert "config.json" in told
     assert "give --data" in told
     config.write_bytes(b"\xff\xfe")
-    assert "not JSON, or damaged" in refused(capsys, "knn", run, "--out", tmp_path, *CPU)
+    damaged = "config.json: The configuration does not describe an experiment: not JSON"
+    assert damaged in refused(capsys, "knn", run, "--out", tmp_path, *CPU)
 
 
 @pytest.mark.parametrize(("recipe", "expected"), [("co2-v1", 5e-4), ("co2-v2", 1e-4), ("co2-small", 1e-4)])

@@ -440,7 +440,7 @@ def test_redo_says_which_studies_another_source_of_negatives_leaves_nothing_of(p
     folder, _ = planned("claim", "tau", base="co2-small", set=())
     words = ["study", "curves", "--data", "shapes:40:16", "--epochs", "2", "--out", str(folder), "--plan"]
     assert main([*words, "--base", "co2-simclr-small"]) == 2
-    assert "negatives.source: queue in" in capsys.readouterr().err
+    assert "method.name: moco in" in capsys.readouterr().err
     assert main([*words, "--base", "co2-simclr-small", "--redo"]) == 0
     assert f"--redo takes claim and tau out of {folder / 'study.json'}: nothing there is for" in capsys.readouterr().out
     assert main([*words, "--base", "co2-small", "--seeds", "7"]) == 0
