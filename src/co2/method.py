@@ -277,8 +277,8 @@ class Method(ABC):
         """Refuse, with a remedy, a batch size or a number of groups of batch statistics that cannot work."""
 
     def idle(self) -> Mapping[str, str]:
-        """Settings that nothing looks at, as the others are; and how a sentence about each ends: `option` would do
-        nothing ..."""
+        """Settings that change nothing that is learnt, as the others are; and how a sentence about each ends: `option`
+        would do nothing ..."""
         return {}
 
     def notes(self, images: int) -> tuple[str, ...]:

@@ -120,7 +120,7 @@ def test_a_part_of_the_images_has_its_share_of_every_class(order):
 
 def test_features_belong_to_their_images(tiny):
     source = open_data("shapes:20:16").train
-    views = tiny().views
+    views = tiny().plain
     embedding = embed(Mean(), source, views)
     assert embedding.images.tolist() == list(range(20))
     assert embedding.labels.tolist() == source.labels.tolist()
@@ -131,17 +131,17 @@ def test_features_belong_to_their_images(tiny):
 
 def test_features_larger_than_memory_are_the_same_features(tiny, tmp_path, monkeypatch, subject):
     source = open_data("shapes:50:16").train
-    expected = embed(subject.build(), source, tiny().views)
+    expected = embed(subject.build(), source, tiny().plain)
     monkeypatch.setattr(features, "BATCH", 4)
     monkeypatch.setattr(features, "SLAB_IMAGES", 12)
     for storage in ("", str(tmp_path)):
-        found = embed(subject.build(), source, tiny().views, storage=storage)
+        found = embed(subject.build(), source, tiny().plain, storage=storage)
         torch.testing.assert_close(found.features, expected.features)
         assert found.images.tolist() == expected.images.tolist()
         assert found.labels.tolist() == expected.labels.tolist()
     assert not list(tmp_path.iterdir())  # the file has no name, and goes when it is not needed any more
     with pytest.raises(co2.UserError, match="Name another folder"):
-        embed(subject.build(), source, tiny().views, storage=str(tmp_path / "nowhere"))
+        embed(subject.build(), source, tiny().plain, storage=str(tmp_path / "nowhere"))
 
 
 def test_a_full_disk_is_told_when_the_features_are_stored(tiny, tmp_path, monkeypatch, subject):
@@ -152,7 +152,7 @@ def test_a_full_disk_is_told_when_the_features_are_stored(tiny, tmp_path, monkey
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     source = open_data("shapes:50:16").train
     with pytest.raises(co2.UserError, match=r"does not take them: No space left on device\. Make room.*--storage"):
-        embed(subject.build(), source, tiny().views, storage=str(tmp_path))
+        embed(subject.build(), source, tiny().plain, storage=str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -188,7 +188,7 @@ def test_features_that_are_no_numbers_are_refused(tiny, value):
     source = open_data("shapes:5:16").train.subset([0, 3, 4])
     said = r"features of image shapes image 4 of 16 pixels are not finite.*diverged.*checkpoint"
     with pytest.raises(RunError, match=said):
-        embed(Diverged(value), source, tiny().views)
+        embed(Diverged(value), source, tiny().plain)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_mirrored_features_are_those_of_the_mirror_image(tiny):
         def forward(self, images):
             return images[:, :, :, -1].mean(dim=2)
 
-    source, views = open_data("shapes:5:16").train, tiny().views
+    source, views = open_data("shapes:5:16").train, tiny().plain
     mirrored = embed(FirstColumn(), source, views, mirrored=True).features
     torch.testing.assert_close(mirrored, embed(LastColumn(), source, views).features)
 

@@ -132,7 +132,8 @@ class Contrastive(Method):
         total = sum(weight for weight, _ in compared)
         instance = sum(weight * terms.instance.mean() for weight, terms in compared)
         consistency = sum(weight * terms.consistency.mean() for weight, terms in compared)
-        loss = instance + step.at("alpha") * consistency if self.alpha > 0 else instance
+        more = consistency - instance if self.form == "soft-label" else consistency  # whose place it takes
+        loss = instance + step.at("alpha") * more if self.alpha > 0 else instance
         metrics = {INSTANCE.name: instance / total, CONSISTENCY.name: consistency / total}
         for best in (1, 5):
             among = sum(weight * (terms.rank < best).float().mean() for weight, terms in compared)

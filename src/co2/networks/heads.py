@@ -68,7 +68,7 @@ def layers_like(entries: Mapping[str, Tensor], width: int, widest: int) -> Layer
     if not widths or not all(0 < one <= widest for one in widths) or not 0 < width <= widest or len(widths) > 8:
         return None
     for norm, last_norm, bias in itertools.product((False, True), repeat=3):
-        if not bias and not norm:
+        if (norm and len(widths) == 1) or not (bias or norm):
             continue  # which no method has
         layers = Layers(widths, norm, last_norm, bias)
         with torch.device("meta"):
