@@ -471,7 +471,7 @@ COMMANDS: dict[str, Command] = {
     "study": Command("study NAME", "the paper's comparisons and ablations, or your own, as grids of runs", _study),
     "bench": Command("bench KIND", "how fast training and its parts are on your machine", _bench),
     "plan": Command("plan RECIPE", "how long a run takes on your machine, and how much memory and energy", _plan),
-    "data": Command("data KIND", "write pictures to try things on, tar shards, or a packed copy of any images", _data),
+    "data": Command("data KIND", "write pictures to try things on, or a packed copy of any images", _data),
 }
 
 _IN_FILES = [["pretrain"], ["demo"], ["evaluate"], ["study"], ["data"]]  # what these print, or more, is written
