@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from presets import moco_v2_views
 from torch import Tensor
 
 from co2.data.folder import FileSource, folder_source
 from co2.views.loader import Batch, ViewLoader
-from co2.views.view import View, moco_v2_views
+from co2.views.view import View
 
 AUGMENTATION = moco_v2_views(16)
 CPU = torch.device("cpu")

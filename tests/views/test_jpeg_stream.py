@@ -232,10 +232,10 @@ def test_a_process_ends_in_the_middle_of_an_epoch(tmp_path, workers):
         "import sys, torch\n"
         "from co2.data.folder import folder_source\n"
         "from co2.views.jpeg_stream import JpegViews\n"
-        "from co2.views.view import moco_v2_views\n"
+        "from co2.views.view import View\n"
         "source = folder_source(sys.argv[1])\n"
         "device, workers = torch.device('cpu'), int(sys.argv[2])\n"
-        "views = JpegViews(source, (moco_v2_views(16),) * 2, batch_size=4, seed=0, device=device, workers=workers)\n"
+        "views = JpegViews(source, (View(size=16),) * 2, batch_size=4, seed=0, device=device, workers=workers)\n"
         "batches = views.epoch(0)\n"
         "next(batches)\n"
         "sys.modules['kept'] = batches\n"  # so that nobody closes it

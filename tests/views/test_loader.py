@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from inputs import ASYMMETRIC
+from presets import moco_v2_views
 
 from co2.data.source import BadImage, ImageSource
 from co2.errors import UserError
@@ -19,7 +20,6 @@ from co2.views import loader as loader_module
 from co2.views.loader import ViewLoader, plain_batches
 from co2.views.parameters import draw
 from co2.views.transform import LARGEST_SIZE, make_view, plain_view
-from co2.views.view import moco_v2_views
 
 AUGMENTATION = moco_v2_views(16)
 

@@ -22,12 +22,13 @@ from torch import Tensor
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported and when kernels are defined
 import triton
+from presets import moco_v1_views, moco_v2_views, simclr_views, small_views
 
 from co2.views import on_gpu
 from co2.views.on_gpu import Pictures, make_views
 from co2.views.parameters import ViewParameters, ViewRow, draw
 from co2.views.transform import make_view, normalise, normalise_for_gpu
-from co2.views.view import View, made_together, moco_v1_views, moco_v2_views, simclr_views, small_views
+from co2.views.view import View, made_together
 
 INTERPRETED = not isinstance(on_gpu._crop_kernel, triton.runtime.JITFunction)
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -314,12 +315,13 @@ import dataclasses, sys
 import torch
 sys.path.insert(0, sys.argv[1])
 import compile_kernels
+from co2.methods import moco
 from co2.views import on_gpu, parameters, view
 compile_kernels.TYPES.update({torch.uint8: "*u8", torch.int32: "*i32"})
 for name in [name for name in vars(on_gpu) if name.endswith("_kernel")]:
     setattr(on_gpu, name, compile_kernels.Compiled(getattr(on_gpu, name), 90))
 sizes, begins = torch.full((2,), 40), torch.zeros(2, dtype=torch.int64)
-views = [view.moco_v2_views(32), view.moco_v1_views(50), view.moco_v2_views(224)]
+views = [view.View(size=32), moco.V1, view.View(size=224)]
 views += [dataclasses.replace(one, solarise_probability=0.2) for one in views]
 for augmentation in views:
     drawn = parameters.draw(augmentation, 0, 0, begins, 0, sizes, sizes)

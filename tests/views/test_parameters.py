@@ -8,11 +8,12 @@ import math
 import pytest
 import torch
 from inputs import QuarterTurn
+from presets import moco_v1_views, moco_v2_views, simclr_views, small_views
 from torchvision.transforms import ColorJitter, GaussianBlur, RandomResizedCrop
 
 from co2.philox import uniforms
 from co2.views.parameters import ViewParameters, draw, draw_then, draw_views
-from co2.views.view import View, moco_v1_views, moco_v2_views, simclr_views, small_views
+from co2.views.view import View
 
 FIELDS = [field.name for field in dataclasses.fields(ViewParameters)]
 

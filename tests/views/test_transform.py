@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from presets import moco_v1_views, moco_v2_views, simclr_views, small_views
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
@@ -18,7 +19,7 @@ from co2.views.transform import (
     normalise_for_convolutions,
     plain_view,
 )
-from co2.views.view import View, moco_v1_views, moco_v2_views, simclr_views, small_views
+from co2.views.view import View
 
 NOTHING = ViewRow(
     crop=(0, 0, 40, 50),

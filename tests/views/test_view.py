@@ -6,20 +6,13 @@ import math
 
 import pytest
 import torch
+from presets import moco_v1_views, moco_v2_views, simclr_views, small_views
 
 from co2 import recipes
 from co2.errors import UserError
 from co2.experiment import Experiment
 from co2.views.parameters import draw
-from co2.views.view import (
-    View,
-    crop_and_flip,
-    made_together,
-    moco_v1_views,
-    moco_v2_views,
-    simclr_views,
-    small_views,
-)
+from co2.views.view import View, crop_and_flip, made_together
 
 
 def test_moco_v1_is_that_of_its_paper():

@@ -33,9 +33,9 @@ from co2.evaluation.specification import LabelFreeSettings
 from co2.evaluation.subject import Subject
 from co2.measures.label_free import alignment, effective_rank, neighbour_agreement, uniformity
 from co2.measures.ranking import spearman
+from co2.methods.moco import V2
 from co2.networks.features import extract
 from co2.views.loader import ViewLoader
-from co2.views.view import moco_v2_views
 
 __all__ = ["PAPER", "QUICK", "LabelFreeSettings", "correlations", "evaluate"]
 
@@ -55,7 +55,7 @@ def evaluate(
     source = data.train.spread(settings.images)
     _check_enough(len(source), data)
     backbone = ready(subject.build(), device)
-    views = replace(moco_v2_views(subject.view_size), mean=subject.mean, std=subject.std)
+    views = replace(V2, size=subject.view_size, mean=subject.mean, std=subject.std)
     loader = ViewLoader(source, (views,) * 2, batch_size=min(256, len(source)), seed=seed, workers=workers, smallest=1)
     prepare = preparation(views)
     seen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])

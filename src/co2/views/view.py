@@ -146,30 +146,3 @@ def _anything_of(views: list[View]) -> View:
     """What happens to any of these may happen to this one; to which row it does is drawn."""
     highest: dict[str, Any] = {name: max(getattr(view, name) for view in views) for name in _PROBABILITIES}
     return replace(views[0], **highest)
-
-
-def moco_v1_views(size: int = 224) -> View:
-    """MoCo v1 (He et al. 2020): the augmentation of InsDisc, grey before a colour jitter that is always applied."""
-    return View(
-        size=size,
-        jitter=(0.4, 0.4, 0.4, 0.4),
-        jitter_probability=1.0,
-        grey_first=True,
-        blur_probability=0.0,
-    )
-
-
-def moco_v2_views(size: int = 224) -> View:
-    """MoCo v2 (Chen et al. 2020): weaker hue, jitter in four of five views, and blur in every second one."""
-    return View(size=size)
-
-
-def simclr_views(size: int = 224) -> View:
-    """SimCLR (Chen et al. 2020, appendix A): crops from 8% of the area, colour strength 1."""
-    return View(size=size, crop_scale=(0.08, 1.0), jitter=(0.8, 0.8, 0.8, 0.2))
-
-
-def small_views(size: int = 32) -> View:
-    """For images of 32 to 64 pixels, as in the MoCo authors' CIFAR-10 notebook: MoCo v2's without blur, and with crops
-    from 8% of the area, torchvision's default."""
-    return View(size=size, crop_scale=(0.08, 1.0), blur_probability=0.0)
